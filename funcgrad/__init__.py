@@ -1,0 +1,1 @@
+"""PyTorch's autograd, concept by concept, in functional JAX."""

@@ -1,0 +1,46 @@
+"""The only module that knows JAX versions.
+
+Oldest supported: 0.10.2.  Newest tried: 0.12.0.  Everything here is public API
+(``jax``, ``jax.core``, ``jax.extend``); what differs is the form of the data.
+"""
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.core
+import jax.extend.core as jex
+
+ClosedJaxpr: TypeAlias = jex.ClosedJaxpr
+Jaxpr: TypeAlias = jex.Jaxpr
+JaxprEqn: TypeAlias = jex.JaxprEqn
+Literal: TypeAlias = jex.Literal
+Var: TypeAlias = jex.Var
+Primitive: TypeAlias = jex.Primitive
+primitives = jex.primitives
+
+enable_x64 = jax.enable_x64
+eval_jaxpr = jax.core.eval_jaxpr
+
+
+def open_jaxpr(body: Any) -> tuple[Jaxpr, list[Any]]:
+    """The equations and the constants of a body, closed or open.
+
+    0.10 has two classes, ``Jaxpr`` and ``ClosedJaxpr``; from 0.12 there is one.
+    """
+    return body.jaxpr if hasattr(body, "jaxpr") else body, list(getattr(body, "consts", ()))
+
+
+def is_body(param: Any) -> bool:
+    """Whether an equation's parameter is a nested program."""
+    return isinstance(param, (jex.Jaxpr, jex.ClosedJaxpr))
+
+
+def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
+    """Numbers of constants and of carried values of a ``scan`` equation.
+
+    0.10 states them; 0.12 gives the trees of (constants, carry, scanned inputs).
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))

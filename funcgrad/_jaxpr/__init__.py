@@ -1,0 +1,18 @@
+"""The core that every feature stands on: a function's jaxpr, read and rewritten.
+
+``trace`` makes the jaxpr of a function of pytrees, ``walk`` visits its equations
+through every nested body, ``rewrite`` runs it again with chosen equations replaced,
+``source_line`` finds the user's line of an equation.
+"""
+
+from funcgrad._jaxpr._bodies import Body as Body
+from funcgrad._jaxpr._bodies import bodies as bodies
+from funcgrad._jaxpr._rewrite import bind as bind
+from funcgrad._jaxpr._rewrite import evaluate as evaluate
+from funcgrad._jaxpr._rewrite import rewrite as rewrite
+from funcgrad._jaxpr._source import SourceLine as SourceLine
+from funcgrad._jaxpr._source import source_line as source_line
+from funcgrad._jaxpr._trace import Traced as Traced
+from funcgrad._jaxpr._trace import trace as trace
+from funcgrad._jaxpr._walk import Visit as Visit
+from funcgrad._jaxpr._walk import walk as walk

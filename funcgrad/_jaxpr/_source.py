@@ -1,0 +1,56 @@
+"""The user's source line of an equation."""
+
+import dataclasses
+import importlib.util
+import linecache
+import pathlib
+import re
+
+from jax.extend import source_info_util
+
+from funcgrad._compat import JaxprEqn
+
+_PACKAGE = str(pathlib.Path(__file__).parent.parent)
+# A layer's own lines say little: the user's line is the one that called the library.
+_LIBRARIES = tuple(
+    str(pathlib.Path(spec.origin).parent)
+    for spec in map(importlib.util.find_spec, ("flax", "optax", "equinox", "haiku"))
+    if spec and spec.origin
+)
+_FRAME = re.compile(r"^(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceLine:
+    """A place in a source file; prints as ``file:line (function)``."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def code(self) -> str:
+        """The text of the line, empty where the source cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})"
+
+
+def source_line(eqn: JaxprEqn) -> SourceLine | None:
+    """The innermost line of the user's own code that made ``eqn``.
+
+    Frames of JAX, Flax, Optax and of this package are passed over; where nothing else is
+    left (code of a library traced by itself) the innermost of those; ``None`` when JAX
+    kept no traceback.
+    """
+    frames = []
+    for text in source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines():
+        if match := _FRAME.match(text):
+            frames.append(SourceLine(match["file"], int(match["line"]), match["function"]))
+    frames.reverse()  # innermost first
+    for skipped in ((_PACKAGE, *_LIBRARIES), (_PACKAGE,), ()):
+        for frame in frames:
+            if not frame.file.startswith(skipped):
+                return frame
+    return None
