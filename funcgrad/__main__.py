@@ -1,0 +1,5 @@
+"""``python -m funcgrad``."""
+
+from funcgrad._cli import main
+
+main()

@@ -1,0 +1,77 @@
+"""The command line: ``funcgrad parity``, ``funcgrad demo``, ``funcgrad bench``.
+
+What a command needs is imported when it runs, so that one extra is enough for one command.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+_EXTRA_OF = {
+    "rich": "cli",
+    "typer": "cli",
+    "matplotlib": "bench",
+    "sklearn": "bench",
+    "dp_accounting": "dp",
+    "torch": "torch",
+}
+
+
+def main() -> None:
+    """Run the command that ``sys.argv`` names and exit with its status."""
+    try:
+        _app()()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA_OF:
+            raise
+        sys.exit(
+            f"funcgrad: this command needs {package}, which is not installed. "
+            f"Install it with: pip install 'funcgrad[{_EXTRA_OF[package]}]'"
+        )
+
+
+def _app() -> Any:
+    import typer
+
+    app = typer.Typer(
+        name="funcgrad",
+        help="Every concept of PyTorch autograd as functional JAX.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.command()
+    def parity(
+        only: Annotated[list[str] | None, typer.Argument(help="Concepts; all, if none.")] = None,
+        json: Annotated[Path | None, typer.Option(help="File for the figures.")] = None,
+    ) -> None:
+        """Run every concept in PyTorch and here, and show the largest difference."""
+        from funcgrad.parity import run
+
+        raise typer.Exit(run(*(only or ()), json_path=json))
+
+    @app.command()
+    def demo(
+        out: Annotated[Path, typer.Option(help="Folder for pictures and figures.")] = Path(
+            "funcgrad-demo"
+        ),
+        quick: Annotated[bool, typer.Option("--quick", help="Train only a little.")] = False,
+    ) -> None:
+        """Per-sample gradients and private training on handwritten digits."""
+        from funcgrad._demo import run
+
+        raise typer.Exit(run(out, quick))
+
+    @app.command()
+    def bench(
+        out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("funcgrad-bench"),
+        quick: Annotated[bool, typer.Option("--quick", help="Small sizes only.")] = False,
+    ) -> None:
+        """Compare time and memory with other ways to the same numbers."""
+        from funcgrad.bench import run
+
+        raise typer.Exit(run(out, quick))
+
+    return app
