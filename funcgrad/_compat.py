@@ -44,3 +44,23 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """Mesh axes, inside ``shard_map``, over which some leaf differs between devices."""
+    axes: frozenset[str] = frozenset()
+    for leaf in jax.tree.leaves(tree):
+        manual = getattr(jax.typeof(leaf), "manual_axis_type", None)
+        if manual is not None:
+            axes |= manual.varying
+    return axes
+
+
+def make_varying(tree: Any, axes: frozenset[str]) -> Any:
+    """Each leaf as a value that differs over ``axes``: its gradient is then not reduced."""
+
+    def cast(leaf: Any) -> Any:
+        missing = tuple(sorted(axes - varying_axes(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree) if axes else tree

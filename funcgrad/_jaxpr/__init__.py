@@ -1,12 +1,13 @@
 """The core that every feature stands on: a function's jaxpr, read and rewritten.
 
 ``trace`` makes the jaxpr of a function of pytrees, ``walk`` visits its equations
-through every nested body, ``rewrite`` runs it again with chosen equations replaced,
+through every nested body, ``follow`` tells what depends on what, ``rewrite`` runs it again with chosen equations replaced,
 ``source_line`` finds the user's line of an equation.
 """
 
 from funcgrad._jaxpr._bodies import Body as Body
 from funcgrad._jaxpr._bodies import bodies as bodies
+from funcgrad._jaxpr._flow import follow as follow
 from funcgrad._jaxpr._rewrite import bind as bind
 from funcgrad._jaxpr._rewrite import evaluate as evaluate
 from funcgrad._jaxpr._rewrite import rewrite as rewrite

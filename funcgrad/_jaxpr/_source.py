@@ -5,6 +5,7 @@ import importlib.util
 import linecache
 import pathlib
 import re
+from collections.abc import Sequence
 
 from jax.extend import source_info_util
 
@@ -37,13 +38,21 @@ class SourceLine:
         return f"{self.file}:{self.line} ({self.function})"
 
 
-def source_line(eqn: JaxprEqn) -> SourceLine | None:
+def source_line(eqn: JaxprEqn, parents: Sequence[JaxprEqn] = ()) -> SourceLine | None:
     """The innermost line of the user's own code that made ``eqn``.
 
     Frames of JAX, Flax, Optax and of this package are passed over; where nothing else is
-    left (code of a library traced by itself) the innermost of those; ``None`` when JAX
-    kept no traceback.
+    left (code of a library traced by itself) the innermost of those.  JAX keeps no user's
+    line inside its own jitted functions: there the line of the innermost of ``parents``,
+    the equations around it from the outside in, that has one.  ``None`` when none has.
     """
+    for candidate in (eqn, *reversed(parents)):
+        if line := _own_line(candidate):
+            return line
+    return None
+
+
+def _own_line(eqn: JaxprEqn) -> SourceLine | None:
     frames = []
     for text in source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines():
         if match := _FRAME.match(text):

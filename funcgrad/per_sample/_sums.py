@@ -1,0 +1,84 @@
+"""Sums and norms whose rounding error is known."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_FOLD = 8
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype to accumulate in: float32 (complex64), or the given one where wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """The 2-norm as ``unit * ratio``, and whether all entries are finite.
+
+    ``ratio`` is at most the root of the number of entries, so neither factor overflows when
+    the entries are finite; below the smallest normal number the norm counts as 0.
+    """
+    parts = [part for leaf in leaves for part in _real_parts(leaf) if part.size]
+    if not parts:
+        return jnp.ones(()), jnp.zeros(()), jnp.ones((), bool)
+    dtype = jnp.result_type(jnp.float32, *parts)
+    parts = [part.astype(dtype) for part in parts]
+    peak = jnp.stack([jnp.max(jnp.abs(part)) for part in parts]).max()
+    finite = jnp.isfinite(peak)
+    unit = jnp.where(finite & (peak >= jnp.finfo(dtype).tiny), peak, 1)
+    squares = jnp.stack([_folded_sum(jnp.square(part / unit)) for part in parts])
+    return unit, jnp.sqrt(_folded_sum(squares)), finite
+
+
+def norm_slack(n_entries: int) -> int:
+    """Units of roundoff by which ``scaled_norm``, and a scaling by it, may be off."""
+    levels = math.ceil(math.log(max(2, n_entries), _FOLD)) + 3
+    return 8 + 4 * levels
+
+
+def _real_parts(leaf: Any) -> list[Any]:
+    return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
+
+
+def _folded_sum(x: Any) -> Any:
+    # A plain reduction may add a million squares one after another, each rounding growing
+    # with the partial sum; folded, the error grows with the logarithm of their number.
+    x = x.ravel()
+    while x.size > _FOLD:
+        rest = -x.size % _FOLD
+        x = jnp.pad(x, (0, rest)).reshape(_FOLD, -1).sum(0)
+    return x.sum()
+
+
+def compensated_sum(x: Any) -> tuple[Any, Any]:
+    """The sum over the first axis and its rounding error, as if in twice the precision."""
+    high, low = x, jnp.zeros_like(x)
+    while high.shape[0] > 1:
+        half = high.shape[0] // 2
+        (total, error), rest = (
+            two_sum(high[:half], high[half : 2 * half]),
+            slice(2 * half, None),
+        )
+        low = jnp.concatenate([low[:half] + low[half : 2 * half] + error, low[rest]])
+        high = jnp.concatenate([total, high[rest]])
+    return high[0], low[0]
+
+
+def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
+    """``a + b`` rounded, and what the rounding left out (Knuth)."""
+    total = a + b
+    b_part = total - a
+    return total, (a - (total - b_part)) + (b - b_part)
+
+
+def add_compensated(sums: Any, more: Any) -> Any:
+    """Add two trees of (sum, error) pairs; pairs are tuples."""
+
+    def add(a: Any, b: Any) -> Any:
+        total, error = two_sum(a[0], b[0])
+        return total, a[1] + b[1] + error
+
+    return jax.tree.map(add, sums, more, is_leaf=lambda leaf: isinstance(leaf, tuple))
