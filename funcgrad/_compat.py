@@ -64,3 +64,20 @@ def make_varying(tree: Any, axes: frozenset[str]) -> Any:
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(cast, tree) if axes else tree
+
+
+def is_split(x: Any, axis: int) -> bool:
+    """Whether an axis of ``x`` is spread over a mesh axis of explicit kind."""
+    spec = jax.typeof(x).sharding.spec
+    return len(spec) > axis and spec[axis] is not None
+
+
+def reshape_rows(x: Any, n_axes: int, sizes: tuple[int, ...]) -> Any:
+    """Reshape the first ``n_axes`` axes to ``sizes``; the first keeps its explicit sharding."""
+    shape = (*sizes, *x.shape[n_axes:])
+    if not is_split(x, 0):
+        return x.reshape(shape)
+    sharding = jax.typeof(x).sharding
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    spec = jax.sharding.PartitionSpec(spec[0], *[None] * (len(sizes) - 1), *spec[n_axes:])
+    return jax.lax.reshape(x, shape, out_sharding=sharding.update(spec=spec))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcgrad import _jaxpr
-from funcgrad._compat import open_jaxpr
+from funcgrad._compat import open_jaxpr, reshape_rows
 from funcgrad._trees import broadcast_prefix, is_key, keystr
 
 Randomness = Literal["different", "same"]
@@ -112,10 +112,20 @@ def scan_chunks(
     size = jax.tree.leaves(mapped)[0].shape[0]
     if chunk_size is None or chunk_size >= size:
         return step(carry, mapped)
-    full = size - size % chunk_size
-    head = jax.tree.map(lambda x: x[:full].reshape(-1, chunk_size, *x.shape[1:]), mapped)
-    carry, out = lax.scan(step, carry, head)
-    out = jax.tree.map(lambda y: y.reshape(full, *y.shape[2:]), out)
+    n_chunks = size // chunk_size
+    full = n_chunks * chunk_size
+
+    # A chunk takes every n-th sample: where the samples are spread over devices, each device
+    # then has its part of every chunk.
+    def split(x: Any) -> Any:
+        rows = reshape_rows(x[:full], 1, (chunk_size, n_chunks))
+        return jnp.swapaxes(rows, 0, 1)
+
+    def join(y: Any) -> Any:
+        return reshape_rows(jnp.swapaxes(y, 0, 1), 2, (full,))
+
+    carry, out = lax.scan(step, carry, jax.tree.map(split, mapped))
+    out = jax.tree.map(join, out)
     if full < size:
         carry, rest = step(carry, jax.tree.map(lambda x: x[full:], mapped))
         out = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)

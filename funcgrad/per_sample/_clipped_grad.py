@@ -15,6 +15,7 @@ from funcgrad.per_sample._reference import Problem, prepare
 from funcgrad.per_sample._sums import (
     add_compensated,
     compensated_sum,
+    norm_dtype,
     norm_slack,
     scaled_norm,
     wide,
@@ -41,7 +42,7 @@ class ClippedGrads(NamedTuple):
     """The loss's second output, stacked; ``None`` without ``has_aux``."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ClippedGrad:
     """A function ``(params, *batch, mask=None) -> ClippedGrads`` with a known sensitivity."""
 
@@ -136,7 +137,7 @@ class _Bounds:
 def _empty(problem: Problem, bounds: _Bounds) -> Any:
     _, values, aux = problem.empty()
     none = jnp.zeros(0, bool)
-    norm = jnp.zeros(0, jnp.result_type(jnp.float32, *(jnp.abs(p) for p in problem.trainable)))
+    norm = jnp.zeros(0, norm_dtype(problem.trainable))
     n = len(bounds.values)
     return [norm] * n, [none] * n, none, values, aux
 

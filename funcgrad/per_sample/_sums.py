@@ -1,18 +1,28 @@
 """Sums and norms whose rounding error is known."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from funcgrad._compat import is_split
 
 _FOLD = 8
 
 
 def wide(dtype: Any) -> Any:
     """The dtype to accumulate in: float32 (complex64), or the given one where wider."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return np.promote_types(dtype, np.float32)
+
+
+def norm_dtype(leaves: Sequence[Any]) -> Any:
+    """The real dtype of the norm of ``leaves``: float32 or wider."""
+    real = {jnp.finfo(leaf.dtype).dtype for leaf in leaves}
+    return functools.reduce(np.promote_types, real, np.dtype(np.float32))
 
 
 def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -24,7 +34,7 @@ def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
     parts = [part for leaf in leaves for part in _real_parts(leaf) if part.size]
     if not parts:
         return jnp.ones(()), jnp.zeros(()), jnp.ones((), bool)
-    dtype = jnp.result_type(jnp.float32, *parts)
+    dtype = norm_dtype(parts)
     parts = [part.astype(dtype) for part in parts]
     peak = jnp.stack([jnp.max(jnp.abs(part)) for part in parts]).max()
     finite = jnp.isfinite(peak)
@@ -55,6 +65,9 @@ def _folded_sum(x: Any) -> Any:
 
 def compensated_sum(x: Any) -> tuple[Any, Any]:
     """The sum over the first axis and its rounding error, as if in twice the precision."""
+    if is_split(x, 0):  # an explicit sharding can be summed over, not cut
+        total = x.sum(0)
+        return total, jnp.zeros_like(total)
     high, low = x, jnp.zeros_like(x)
     while high.shape[0] > 1:
         half = high.shape[0] // 2

@@ -1,0 +1,282 @@
+"""The clipped sum, and the bound on what one sample can do to it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_per_sample_grads import assert_close, dropout, make_net, net
+
+import funcgrad as fg
+
+
+def run_clipped(loss, **options):
+    return jax.jit(fg.clipped_grad(loss, **options))
+
+
+def rows_as_gradients(params, row):
+    """A loss whose gradient is the sample itself."""
+    return sum(jnp.sum(p * r) for p, r in zip(jax.tree.leaves(params), row, strict=True))
+
+
+def clipped_loop(rows, max_norm):
+    """The definition, in float64."""
+    total = np.zeros(rows.shape[1:])
+    for row in np.asarray(rows, np.float64):
+        norm = np.linalg.norm(row)
+        total += row * min(1.0, max_norm / norm) if norm else row
+    return total
+
+
+def flat(tree):
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 3])
+def test_the_sum_is_that_of_the_definition(chunk_size):
+    params, x, y = make_net()
+    out = run_clipped(net, max_norm=2.0, chunk_size=chunk_size)(params, x, y)
+    rows = fg.per_sample_grads(net)(params, x, y)
+    stacked = np.stack([flat(jax.tree.map(lambda g, i=i: g[i], rows.grads)) for i in range(5)])
+    np.testing.assert_allclose(flat(out.grads), clipped_loop(stacked, 2.0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(out.norms, np.linalg.norm(stacked, axis=1), rtol=1e-5)
+    np.testing.assert_allclose(out.values, rows.values, rtol=1e-6)
+    assert out.clip_fraction == np.mean(np.linalg.norm(stacked, axis=1) > 2.0)
+    assert out.nonfinite == 0
+
+
+def test_float64_agrees_with_the_definition_to_rounding(x64):
+    params, x, y = make_net(dtype=jnp.float64)
+    out = run_clipped(net, max_norm=2.0, mean_over=7)(params, x, y)
+    rows = fg.per_sample_grads(net)(params, x, y).grads
+    stacked = np.stack([flat(jax.tree.map(lambda g, i=i: g[i], rows)) for i in range(5)])
+    np.testing.assert_allclose(flat(out.grads), clipped_loop(stacked, 2.0) / 7, rtol=1e-12)
+
+
+def test_the_sum_equals_optax_per_example_clipping():
+    params, x, y = make_net()
+    rows = fg.per_sample_grads(net)(params, x, y).grads
+    leaves, tree = jax.tree.flatten(rows)
+    expected, n_clipped = optax.per_example_global_norm_clip(leaves, 2.0)
+    out = run_clipped(net, max_norm=2.0)(params, x, y)
+    assert_close(out.grads, jax.tree.unflatten(tree, expected))
+    assert out.clip_fraction == n_clipped / 5
+
+
+def test_a_norm_at_or_below_the_bound_changes_nothing():
+    row = jnp.array([[3.0, 4.0]])
+    out = run_clipped(rows_as_gradients, max_norm=5.01)(jnp.zeros(2), (row,))
+    np.testing.assert_array_equal(out.grads, row[0])
+    assert out.clip_fraction == 0
+
+
+_SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 1e-38, 1e-20, 1.0, 6.5e4, 1e19, 3.4e38]
+
+
+@st.composite
+def hostile_rows(draw, n=5, width=6):
+    """Gradients of any size, some of them not numbers, often all alike, so that sums grow."""
+    entry = st.one_of(
+        st.sampled_from(_SPECIAL), st.floats(-1, 1, width=32), st.floats(width=32, allow_nan=True)
+    )
+    row = st.lists(entry, min_size=width, max_size=width)
+    if draw(st.booleans()):
+        return np.array([draw(row)] * n, np.float32)
+    return np.array([draw(row) for _ in range(n)], np.float32)
+
+
+_clip = {
+    (dtype, mean): jax.jit(
+        lambda rows, mask, mean=mean: fg.clipped_grad(
+            rows_as_gradients, max_norm=0.7, mean_over=mean, chunk_size=3
+        )((jnp.zeros(4, rows.dtype), jnp.zeros(2, rows.dtype)), (rows[:, :4], rows[:, 4:]), mask=mask)
+    )
+    for dtype in ("float32", "bfloat16", "float16")
+    for mean in (None, 5)
+}
+
+
+@pytest.mark.parametrize("mean_over", [None, 5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@given(rows=hostile_rows(), left_out=st.integers(0, 4))
+def test_one_sample_never_moves_the_sum_by_more_than_the_bound(dtype, mean_over, rows, left_out):
+    with np.errstate(over="ignore"):
+        rows = jnp.asarray(rows).astype(dtype)
+    clip, mask = _clip[dtype, mean_over], np.ones(5, bool)
+    everyone = clip(rows, mask)
+    mask[left_out] = False
+    without = clip(rows, mask)
+    assert {g.dtype for g in everyone.grads} == {jnp.dtype("float32")}
+    assert np.isfinite(flat(everyone.grads)).all()
+    moved = np.linalg.norm(flat(everyone.grads) - flat(without.grads))
+    assert moved <= 0.7 / (mean_over or 1)  # no tolerance: this is the guarantee
+    bad = ~np.isfinite(np.asarray(rows, np.float64)).all(1)
+    assert everyone.nonfinite == bad.sum()
+    assert np.isfinite(np.asarray(everyone.norms))[~bad].all() or np.abs(rows[~bad]).max() > 1e38
+    assert not np.isfinite(np.asarray(everyone.norms))[bad].any()
+
+
+@given(seed=st.integers(0, 2**16), scale=st.sampled_from([1e-3, 1.0, 1e30]))
+def test_the_bound_holds_for_many_entries_and_samples_that_agree(seed, scale):
+    rng = np.random.default_rng(seed)
+    rows = np.repeat(rng.normal(size=(1, 3000)).astype(np.float32) * np.float32(scale), 33, 0)
+    mask = np.ones(33, bool)
+    run = lambda mask: _many(jnp.asarray(rows), mask).grads  # noqa: E731
+    everyone = flat(run(mask))
+    mask[int(rng.integers(33))] = False
+    assert np.linalg.norm(everyone - flat(run(mask))) <= 1e-2
+
+
+_many = jax.jit(
+    lambda rows, mask: fg.clipped_grad(rows_as_gradients, max_norm=1e-2)(
+        [jnp.zeros(3000)], (rows,), mask=mask
+    )
+)
+
+
+def test_entries_whose_squares_overflow_are_clipped_and_not_lost():
+    rows = jnp.array([[3e20, 4e20], [3e-30, 4e-30]])
+    out = run_clipped(rows_as_gradients, max_norm=1.0)(jnp.zeros(2), (rows,))
+    np.testing.assert_allclose(out.grads, [0.6, 0.8], rtol=1e-5)
+    np.testing.assert_allclose(out.norms, [5e20, 5e-30], rtol=1e-6)
+
+
+def test_float16_gradients_whose_norm_overflows_float16_are_clipped_in_float32():
+    rows = jnp.full((1, 100), 300.0, jnp.float16)
+    out = run_clipped(rows_as_gradients, max_norm=1.0)(jnp.zeros(100, jnp.float16), (rows,))
+    np.testing.assert_allclose(out.grads, 0.1, rtol=1e-5)
+
+
+def test_bounds_of_groups_and_of_single_leaves():
+    params, x, y = make_net()
+    rows = fg.per_sample_grads(net)(params, x, y).grads
+    per_leaf = {"w": 0.5, "b": 1.0, "v": 2.0}
+    out = jax.jit(fg.clipped_grad(net, max_norm=per_leaf))(params, x, y)
+    for name, bound in per_leaf.items():
+        expected = clipped_loop(np.asarray(rows[name]).reshape(5, -1), bound)
+        np.testing.assert_allclose(out.grads[name].ravel(), expected, rtol=1e-5, atol=1e-6)
+        assert out.norms[name].shape == (5,)
+    nested = {"body": {"w": params["w"], "b": params["b"]}, "head": params["v"]}
+    loss = lambda p, x, y: net({**p["body"], "v": p["head"]}, x, y)  # noqa: E731
+    grouped = fg.clipped_grad(loss, max_norm={"body": 0.5, "head": 2.0})
+    got = grouped(nested, x, y)
+    body = np.concatenate([np.asarray(rows[k]).reshape(5, -1) for k in "bw"], axis=1)
+    np.testing.assert_allclose(
+        flat(got.grads["body"]), clipped_loop(body, 0.5), rtol=1e-5, atol=1e-6
+    )
+    assert grouped.sensitivity() == pytest.approx(np.hypot(0.5, 2.0))
+    assert grouped.sensitivity("replace") == pytest.approx(2 * np.hypot(0.5, 2.0))
+
+
+def test_a_bad_entry_in_one_group_leaves_the_sample_out_of_all():
+    rows = (jnp.array([[1.0], [2.0]]), jnp.array([[jnp.nan], [3.0]]))
+    out = run_clipped(rows_as_gradients, max_norm=(10.0, 10.0))((jnp.zeros(1),) * 2, rows)
+    assert [float(g[0]) for g in out.grads] == [2.0, 3.0]
+    assert out.nonfinite == 1
+
+
+def test_frozen_leaves_are_outside_the_norm():
+    params, x, y = make_net()
+    out = run_clipped(net, max_norm=1.0, frozen=["w", "b"])(params, x, y)
+    assert out.grads["w"] is None
+    rows = fg.per_sample_grads(net)(params, x, y).grads["v"]
+    np.testing.assert_allclose(out.norms, np.linalg.norm(rows.reshape(5, -1), axis=1), rtol=1e-5)
+
+
+def test_padding_counts_nowhere():
+    params, x, y = make_net()
+    padded = [jnp.concatenate([a, jnp.full((2, *a.shape[1:]), jnp.nan)]) for a in (x, y)]
+    mask = jnp.arange(7) < 5
+    plain = run_clipped(net, max_norm=1.0)(params, x, y)
+    out = jax.jit(fg.clipped_grad(net, max_norm=1.0, chunk_size=4))(params, *padded, mask=mask)
+    assert_close(out.grads, plain.grads)
+    assert out.nonfinite == 0
+    assert out.clip_fraction == plain.clip_fraction
+    for bad in (jnp.ones(3, bool), jnp.ones(5)):
+        with pytest.raises(ValueError, match="mask is one boolean per sample"):
+            fg.clipped_grad(net, max_norm=1.0)(params, x, y, mask=bad)
+
+
+def test_an_empty_batch_gives_zeros():
+    params, x, y = make_net(n=0)
+    out = jax.jit(fg.clipped_grad(net, max_norm=1.0))(params, x, y)
+    assert jax.tree.map(jnp.shape, out.grads) == jax.tree.map(jnp.shape, params)
+    assert not flat(out.grads).any()
+    assert out.norms.shape == out.values.shape == (0,)
+    assert out.clip_fraction == 0
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, np.inf, np.nan])
+def test_a_bound_that_bounds_nothing_is_refused(bound):
+    params, x, y = make_net()
+    with pytest.raises(ValueError, match="max_norm is positive and finite"):
+        fg.clipped_grad(net, max_norm=bound)(params, x, y)
+    with pytest.raises(ValueError, match="mean_over is a positive number"):
+        fg.clipped_grad(net, max_norm=1.0, mean_over=bound)
+
+
+def test_bounds_must_be_a_prefix_of_params():
+    params, x, y = make_net()
+    with pytest.raises(ValueError, match="max_norm: a prefix has the structure"):
+        fg.clipped_grad(net, max_norm={"w": 1.0})(params, x, y)
+
+
+def test_each_sample_draws_its_own_mask():
+    w, x, key = jnp.ones(32), jnp.ones((4, 32)), jax.random.key(1)
+    out = run_clipped(dropout, max_norm=100.0)(w, x, key)
+    masks = jax.vmap(lambda k: jax.random.bernoulli(k, 0.5, (32,)))(jax.random.split(key, 4))
+    np.testing.assert_array_equal(out.grads, masks.sum(0))
+    with pytest.raises(ValueError, match="one key shared by all samples"):
+        fg.clipped_grad(dropout, max_norm=1.0, in_axes=(0, None))(w, x, key)
+
+
+def test_memory_follows_the_chunk_and_not_the_batch():
+    params, x, y = make_net(n=64)
+    params = jax.tree.map(lambda p: jnp.tile(p, (8,) * p.ndim), params)
+    x, y = jnp.tile(x, (1, 8)), jnp.tile(y, (1, 8))
+
+    def temporaries(n):
+        fun = jax.jit(fg.clipped_grad(net, max_norm=1.0, chunk_size=4))
+        analysis = fun.lower(params, x[:n], y[:n]).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    assert temporaries(64) <= 1.2 * temporaries(8) + 64 * 500
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_a_sharded_batch_gives_the_sum_of_one_device(chunk_size, kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    params, x, y = make_net(n=8)
+    expected = run_clipped(net, max_norm=1.0)(params, x, y)
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, y)]
+        out = jax.jit(fg.clipped_grad(net, max_norm=1.0, chunk_size=chunk_size))(params, *split)
+    assert_close(jax.device_get(out.grads), jax.device_get(expected.grads))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_the_sums_of_the_devices_add_up(check_vma):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    params, x, y = make_net(n=8)
+
+    def local(params, x, y):
+        out = run_clipped(net, max_norm=1.0, chunk_size=1)(params, x, y)
+        return jax.lax.psum(out.grads, "data")
+
+    total = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=check_vma
+    )(params, x, y)
+    assert_close(total, run_clipped(net, max_norm=1.0)(params, x, y).grads)
+
+
+def test_complex_gradients_are_clipped_by_their_modulus():
+    w, x = jnp.array([1 + 2j]), jnp.array([[3 + 4j]])
+    loss = lambda w, x: jnp.real(w[0] * x[0])  # noqa: E731
+    out = run_clipped(loss, max_norm=1.0)(w, x)
+    np.testing.assert_allclose(out.norms, 5.0)
+    np.testing.assert_allclose(np.abs(out.grads), 1.0, rtol=1e-5)
