@@ -71,9 +71,14 @@ def pytest_configure(config):
         raise pytest.UsageError(f"{NO_TORCH}, and FUNCGRAD_REQUIRE_TORCH is set")
 
 
+def _is_torch_example(item):
+    doctest = getattr(item, "dtest", None)
+    return doctest and any("import torch" in example.source for example in doctest.examples)
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "torch" in getattr(item, "fixturenames", ()):
+        if "torch" in getattr(item, "fixturenames", ()) or _is_torch_example(item):
             item.add_marker("torch")
         if not TORCH and item.get_closest_marker("torch"):
             item.add_marker(pytest.mark.skip(reason=NO_TORCH))

@@ -1,0 +1,183 @@
+"""Rows of section 1: the graph, its leaves, what it saves, and accumulation."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from funcgrad.parity._table import Row, agree, error_of, row
+
+graph = Row(
+    "engine.graph",
+    "graph, grad_fn, next_functions",
+    "loss.grad_fn.next_functions",
+    "fg.graph(fun)(x)",
+    needs=("graph",),
+    note="The program is the graph: nodes, edges and source lines are read from the jaxpr.",
+)
+
+
+@row(
+    "engine.leaf",
+    concept="leaf, requires_grad, is_leaf",
+    torch="torch.tensor(w, requires_grad=True)",
+    here="jax.grad(fun, argnums=0)",
+    note="A leaf is an argument that one differentiates; an integer is refused by both.",
+)
+def leaf():
+    """Only the chosen input gets a gradient, and it must be floating."""
+    import torch
+
+    w, x = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0, 4.0])
+    (w @ x).backward()
+    theirs = error_of(
+        lambda: torch.tensor([1, 2], requires_grad=True), RuntimeError, "floating point"
+    )
+
+    here = jax.grad(lambda w, x: w @ x, argnums=0)(jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0]))
+    ours = error_of(lambda: jax.grad(jnp.sum)(jnp.array([1, 2])), TypeError, "real- or complex")
+
+    said = {"torch": theirs, "here": ours}
+    return agree(leaf=(w.grad, here, [3, 4]), other=(x.grad is None, True), said=said)
+
+
+@row(
+    "engine.integer_leaf",
+    concept="an integer leaf among the parameters",
+    torch="module.table.requires_grad_()",
+    here="fg.per_sample_grads(loss)(params, x)  # TypeError",
+    needs=("per_sample_grads",),
+    note="jax.grad names the dtype, fg names the leaf.",
+)
+def integer_leaf():
+    """Refused on both sides, here with the path of the leaf."""
+    import torch
+
+    import funcgrad as fg
+
+    steps = torch.tensor([1, 2])
+    theirs = error_of(lambda: steps.requires_grad_(), RuntimeError, "floating point")
+
+    params = {"w": jnp.ones(2), "steps": jnp.array([1, 2])}
+    grads = fg.per_sample_grads(lambda params, x: params["w"] @ x)
+    ours = error_of(lambda: grads(params, jnp.ones((3, 2))), TypeError, "params['steps'] of int64")
+
+    return agree(said={"torch": theirs, "here": ours})
+
+
+saved_tensors = Row(
+    "engine.saved_tensors",
+    "saved tensors",
+    "saved_tensors_hooks(pack, unpack)",
+    "fg.saved_tensors(fun)(x)",
+    needs=("saved_tensors",),
+    note="Each residual with its bytes, producer, name and source line.",
+)
+
+
+@row(
+    "engine.version_counter",
+    concept="version counter, in-place corruption",
+    torch="y = x.exp(); y.add_(1); y.sum().backward()",
+    here="y[0] = 1  # impossible: TypeError",
+    note="torch finds at run time that a saved tensor changed; a JAX array cannot change.",
+)
+def version_counter():
+    """The torch program raises in backward, the JAX program cannot be written."""
+    import torch
+
+    y = torch.ones(2, requires_grad=True).exp()
+    y.add_(1.0)
+    theirs = error_of(lambda: y.sum().backward(), RuntimeError, "modified by an inplace operation")
+
+    def corrupt(x):
+        y = jnp.exp(x)
+        y[0] = 1.0
+        return y.sum()
+
+    ours = error_of(lambda: jax.grad(corrupt)(jnp.ones(2)), TypeError, "item assignment")
+    return agree(said={"torch": theirs, "here": ours})
+
+
+@row(
+    "engine.retain_graph",
+    concept="retain_graph",
+    torch="y.backward(seed, retain_graph=True)",
+    here="y, pull = jax.vjp(fun, x); pull(seed)",
+    note="The pullback is a function: call it as often as needed, nothing is freed under it.",
+)
+def retain_graph():
+    """Two cotangents, one forward; without retain_graph torch refuses the second."""
+    import torch
+
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    y = x**3
+    (first,) = torch.autograd.grad(y, x, torch.tensor([1.0, 0.0]), retain_graph=True)
+    (second,) = torch.autograd.grad(y, x, torch.tensor([0.0, 1.0]))
+    third = error_of(lambda: torch.autograd.grad(y, x, torch.ones(2)), RuntimeError, "second time")
+
+    _, pull = jax.vjp(lambda x: x**3, jnp.array([1.0, 2.0]))
+    (one,), (two,) = pull(jnp.array([1.0, 0.0])), pull(jnp.array([0.0, 1.0]))
+
+    return agree(first=(first, one, [3, 0]), second=(second, two, [0, 12]), said={"torch": third})
+
+
+@row(
+    "engine.accumulation",
+    concept="accumulation into .grad",
+    torch="loss.backward(); loss.backward()",
+    here="jax.tree.map(jnp.add, grads, more)",
+    note="A gradient is a value; adding two of them is written down.",
+)
+def accumulation():
+    """Two backward passes add up in ``.grad``, two gradients add up where one says so."""
+    import torch
+
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    seen = []
+    for _ in range(2):
+        (x**2).sum().backward()
+        seen.append(x.grad.clone())
+
+    grads = jax.grad(lambda x: (x**2).sum())(jnp.array([1.0, 2.0]))
+
+    return agree(once=(seen[0], grads, [2, 4]), twice=(seen[1], grads + grads, [4, 8]))
+
+
+accumulate = Row(
+    "engine.accumulate_grads",
+    "accumulation over micro-batches",
+    "for b in micro: loss(b).backward()",
+    "fg.accumulate_grads(fun, microbatch)",
+    needs=("accumulate_grads",),
+    note="No hidden state: one function of the whole batch.",
+)
+
+
+@row(
+    "engine.zero_grad",
+    concept="zero_grad(set_to_none)",
+    torch="opt.zero_grad(set_to_none=True)",
+    here="params | update(used)",
+    note="A zero gradient still decays and moves by momentum: 0.7821; no gradient: 0.89.",
+)
+def zero_grad():
+    """SGD, momentum 0.9, weight decay 0.1: None skips the parameter, zeros step it."""
+    import torch
+
+    def theirs(set_to_none):
+        p = torch.nn.Parameter(torch.tensor(1.0))
+        opt = torch.optim.SGD([p], lr=0.1, momentum=0.9, weight_decay=0.1)
+        p.backward()
+        opt.step()
+        opt.zero_grad(set_to_none=set_to_none)
+        opt.step()
+        return p
+
+    opt = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+    p = jnp.array(1.0)
+    update, state = opt.update(jax.grad(lambda p: p)(p), opt.init(p), p)
+    skipped = optax.apply_updates(p, update)
+    update, _ = opt.update(jnp.zeros_like(p), state, skipped)
+    stepped = optax.apply_updates(skipped, update)
+
+    return agree(none=(theirs(True), skipped, 0.89), zeros=(theirs(False), stepped, 0.7821))
