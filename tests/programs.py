@@ -43,9 +43,7 @@ def odd_tanh(x):
     return jnp.tanh(x)
 
 
-odd_tanh.defvjp(
-    lambda x: (jnp.tanh(x), x), lambda x, g: (0.8 * g * (1 - jnp.tanh(x) ** 2),)
-)
+odd_tanh.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (0.8 * g * (1 - jnp.tanh(x) ** 2),))
 
 WEIGHTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "W": lambda p: p["W"],
@@ -218,8 +216,8 @@ _NESTED = ["jit", "remat", "scan", "layers", "fori", "cond"]
 @st.composite
 def _steps(draw: Any, depth: int, max_size: int) -> tuple[Step, ...]:
     steps = []
-    for _ in range(draw(st.integers(1, max_size))):
-        kinds = st.sampled_from([*WEIGHTED, *_SIMPLE, "vmap", *(_NESTED if depth else [])])
+    for _ in range(draw(st.integers(min(2, max_size), max_size))):
+        kinds = st.sampled_from([*WEIGHTED, *_SIMPLE, "vmap", *(_NESTED * 2 if depth else [])])
         kind = draw(kinds)
         steps.append(
             Step(

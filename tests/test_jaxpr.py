@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import PROGRAMS
 from hypothesis import given, settings
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import Program, odd_tanh, programs
 
+from conftest import PROGRAMS
 from funcgrad import _jaxpr
 from funcgrad._compat import open_jaxpr, primitives
+from programs import Program, odd_tanh, programs
 
 
 def enter_everything(eqn):
@@ -109,13 +109,11 @@ def test_walk_enters_every_kind_of_body():
 
 def test_walk_counts_the_trips_of_nested_scans_and_not_those_of_while():
     def fun(x):
-        inner = lambda c, _: (lax.scan(lambda d, _: (jnp.sin(d), None), c, length=4)[0], None)  # noqa: E731
+        inner = lambda c, _: (lax.scan(lambda d, _: (jnp.sin(d), None), c, length=4)[0], None)
         x = lax.scan(inner, x, length=5)[0]
         return lax.while_loop(lambda c: c < 1, jnp.cos, x)
 
-    trips = {
-        v.eqn.primitive.name: v.trips for v in _jaxpr.walk(_jaxpr.trace(fun, 1.0).jaxpr)
-    }
+    trips = {v.eqn.primitive.name: v.trips for v in _jaxpr.walk(_jaxpr.trace(fun, 1.0).jaxpr)}
     assert trips["sin"] == 20
     assert trips["cos"] is None
 

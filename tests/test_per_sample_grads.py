@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import Program, programs
 
 import funcgrad as fg
+from programs import Program, programs
 
 
 def net(params, x, y):
@@ -21,7 +21,7 @@ def net(params, x, y):
 
 def make_net(n=5, seed=0, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
     return {"w": draw(3, 4), "b": draw(4), "v": draw(4, 2)}, draw(n, 3), draw(n, 2)
 
 
@@ -68,7 +68,7 @@ def test_chunks_are_scanned_and_not_unrolled():
 
 def test_an_empty_batch_gives_no_rows_of_the_right_shapes():
     params, x, y = make_net(n=0)
-    with_aux = lambda p, x, y: (net(p, x, y), {"x": x})  # noqa: E731
+    with_aux = lambda p, x, y: (net(p, x, y), {"x": x})
     out = jax.jit(fg.per_sample_grads(with_aux, has_aux=True))(params, x, y)
     assert jax.tree.map(jnp.shape, out.grads) == {"w": (0, 3, 4), "b": (0, 4), "v": (0, 4, 2)}
     assert out.values.shape == (0,)
@@ -77,7 +77,7 @@ def test_an_empty_batch_gives_no_rows_of_the_right_shapes():
 
 def test_values_and_aux_come_back_per_sample():
     params, x, y = make_net()
-    with_aux = lambda p, x, y: (net(p, x, y), {"twice": 2 * x, "one": 1})  # noqa: E731
+    with_aux = lambda p, x, y: (net(p, x, y), {"twice": 2 * x, "one": 1})
     out = fg.per_sample_grads(with_aux, has_aux=True, chunk_size=2)(params, x, y)
     expected = jnp.stack([net(params, a, b) for a, b in zip(x, y, strict=True)])
     np.testing.assert_allclose(out.values, expected, rtol=1e-6)
@@ -87,7 +87,7 @@ def test_values_and_aux_come_back_per_sample():
 
 def test_axes_may_be_moved_or_shared_by_leaf():
     params, x, y = make_net()
-    loss = lambda p, batch, scale: scale["s"] * net(p, batch["x"], batch["y"])  # noqa: E731
+    loss = lambda p, batch, scale: scale["s"] * net(p, batch["x"], batch["y"])
     in_axes = ({"x": 1, "y": 0}, None)
     out = fg.per_sample_grads(loss, in_axes=in_axes)(params, {"x": x.T, "y": y}, {"s": 2.0})
     expected = jax.tree.map(lambda g: 2 * g, loop(net, params, x, y))
@@ -96,7 +96,7 @@ def test_axes_may_be_moved_or_shared_by_leaf():
 
 def test_position_ids_shared_by_all_samples_need_no_copy():
     table = {"pos": jnp.arange(8.0).reshape(4, 2), "tok": jnp.ones((5, 2))}
-    loss = lambda p, tok, pos: jnp.sum(jnp.tanh(p["tok"][tok] + p["pos"][pos]) ** 2)  # noqa: E731
+    loss = lambda p, tok, pos: jnp.sum(jnp.tanh(p["tok"][tok] + p["pos"][pos]) ** 2)
     tokens, positions = jnp.array([[0, 1, 0], [4, 4, 4]]), jnp.array([0, 1, 3])
     out = fg.per_sample_grads(loss, in_axes=(0, None))(table, tokens, positions)
     assert_close(out.grads, loop(loss, table, tokens, jnp.stack([positions] * 2)))
@@ -106,7 +106,7 @@ def test_frozen_leaves_have_no_gradient_and_may_be_integers():
     params, x, y = make_net()
     full = loop(net, params, x, y)
     with_int = {**params, "step": jnp.int32(3)}
-    loss = lambda p, x, y: net({k: p[k] for k in "wbv"}, x, y) * p["step"] / 3  # noqa: E731
+    loss = lambda p, x, y: net({k: p[k] for k in "wbv"}, x, y) * p["step"] / 3
     for spec in (["w", "step"], lambda path, leaf: path in ("w", "step"),
                  {"w": True, "b": False, "v": False, "step": True}):  # fmt: skip
         grads = fg.per_sample_grads(loss, frozen=spec)(with_int, x, y).grads
@@ -118,7 +118,7 @@ def test_frozen_leaves_have_no_gradient_and_may_be_integers():
 def test_a_frozen_weight_may_have_a_trained_bias():
     model = nn.Dense(3)
     variables = model.init(jax.random.key(0), jnp.ones(2))
-    loss = lambda p, x: jnp.sum(model.apply(p, x) ** 2)  # noqa: E731
+    loss = lambda p, x: jnp.sum(model.apply(p, x) ** 2)
     grads = fg.per_sample_grads(loss, frozen="*/kernel")(variables, jnp.eye(2)).grads
     assert grads["params"]["kernel"] is None
     expected = loop(loss, variables, jnp.eye(2))
@@ -153,7 +153,9 @@ def test_a_loss_that_is_no_real_scalar_is_refused(loss, words):
 
 def test_arguments_that_do_not_fit_are_refused():
     params, x, y = make_net()
-    with pytest.raises(ValueError, match=r"same number of samples; got batch\[0\]: 5, batch\[1\]: 4"):
+    with pytest.raises(
+        ValueError, match=r"same number of samples; got batch\[0\]: 5, batch\[1\]: 4"
+    ):
         fg.per_sample_grads(net)(params, x, y[:4])
     with pytest.raises(ValueError, match="has a sample axis; got none"):
         fg.per_sample_grads(net, in_axes=None)(params, x[0], y[0])
@@ -189,7 +191,7 @@ def test_a_shared_key_is_refused_with_the_line_unless_it_is_wanted(make_key):
     w, x, key = jnp.ones(8), jnp.ones((3, 8)), make_key(1)
     with pytest.raises(ValueError, match=r"one key shared by all samples at .*\(dropout\)"):
         fg.per_sample_grads(dropout, in_axes=(0, None))(w, x, key)
-    closed = lambda w, x: dropout(w, x, key)  # noqa: E731
+    closed = lambda w, x: dropout(w, x, key)
     with pytest.raises(ValueError, match=r"one key shared by all samples at .*\(dropout\)"):
         fg.per_sample_grads(closed)(w, x)
     rows = fg.per_sample_grads(closed, randomness="same")(w, x).grads
@@ -198,7 +200,7 @@ def test_a_shared_key_is_refused_with_the_line_unless_it_is_wanted(make_key):
 
 def test_a_key_folded_with_the_sample_is_the_samples_own():
     key = jax.random.key(0)
-    loss = lambda w, i: w * jax.random.normal(jax.random.fold_in(key, i))  # noqa: E731
+    loss = lambda w, i: w * jax.random.normal(jax.random.fold_in(key, i))
     rows = fg.per_sample_grads(loss)(1.0, jnp.arange(3)).grads
     assert len(set(np.asarray(rows).tolist())) == 3
 
@@ -232,7 +234,7 @@ def test_low_precision_parameters_keep_their_dtype():
 
 def test_complex_parameters_follow_jax_grad():
     w, x = jnp.array([1 + 2j, 3j]), jnp.array([[1.0, 2.0], [3j, 4.0]])
-    loss = lambda w, x: jnp.abs(w @ x) ** 2  # noqa: E731
+    loss = lambda w, x: jnp.abs(w @ x) ** 2
     np.testing.assert_allclose(fg.per_sample_grads(loss)(w, x).grads, loop(loss, w, x), rtol=1e-5)
 
 
@@ -261,7 +263,7 @@ def test_rows_equal_torch_func(n, seed):
             hidden = torch.tanh(x @ p["w"] + p["b"])
             return torch.sum((hidden @ p["v"] - y) ** 2)
 
-        to = lambda a: torch.tensor(np.asarray(a))  # noqa: E731
+        to = lambda a: torch.tensor(np.asarray(a))
         theirs = torch.func.vmap(torch.func.grad(torch_net), (None, 0, 0))(
             {k: to(v) for k, v in params.items()}, to(x), to(y)
         )

@@ -7,6 +7,7 @@ through every nested body, ``follow`` tells what depends on what, ``rewrite`` ru
 
 from funcgrad._jaxpr._bodies import Body as Body
 from funcgrad._jaxpr._bodies import bodies as bodies
+from funcgrad._jaxpr._bodies import loop_sizes as loop_sizes
 from funcgrad._jaxpr._flow import follow as follow
 from funcgrad._jaxpr._rewrite import bind as bind
 from funcgrad._jaxpr._rewrite import evaluate as evaluate

@@ -38,16 +38,12 @@ def rewrite(fun: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
     def rewritten(*args: Any) -> Any:
         traced = trace(fun, *args)
         jaxpr = traced.jaxpr
-        return traced.unflatten(
-            evaluate(jaxpr.jaxpr, jaxpr.consts, traced.flatten(*args), rule)
-        )
+        return traced.unflatten(evaluate(jaxpr.jaxpr, jaxpr.consts, traced.flatten(*args), rule))
 
     return rewritten
 
 
-def evaluate(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Rule
-) -> list[Any]:
+def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Rule) -> list[Any]:
     """Run ``jaxpr`` at flat ``args`` with the equations chosen by ``rule`` replaced."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))

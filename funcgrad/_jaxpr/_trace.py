@@ -40,7 +40,9 @@ class Traced:
 
 def leaf_names(tree: Any) -> tuple[str, ...]:
     """The path of each leaf, as Python would index it."""
-    return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+    return tuple(
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    )
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> Traced:

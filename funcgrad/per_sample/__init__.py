@@ -3,5 +3,9 @@
 from funcgrad.per_sample._clipped_grad import ClippedGrad as ClippedGrad
 from funcgrad.per_sample._clipped_grad import ClippedGrads as ClippedGrads
 from funcgrad.per_sample._clipped_grad import clipped_grad as clipped_grad
+from funcgrad.per_sample._per_sample import per_sample as per_sample
 from funcgrad.per_sample._reference import PerSampleGrads as PerSampleGrads
 from funcgrad.per_sample._reference import per_sample_grads as per_sample_grads
+from funcgrad.per_sample._roads import LeafRoad as LeafRoad
+from funcgrad.per_sample._samples import NoiseScale as NoiseScale
+from funcgrad.per_sample._samples import Samples as Samples

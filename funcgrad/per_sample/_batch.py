@@ -50,7 +50,9 @@ def split_batch(args: tuple[Any, ...], in_axes: Any, randomness: Randomness, cal
     """
     paths, tree = jax.tree_util.tree_flatten_with_path(args)
     axes = broadcast_prefix(in_axes, args, f"{call}: in_axes")
-    named = [(f"batch{keystr(path)}", leaf, axis) for (path, leaf), axis in zip(paths, axes, strict=True)]
+    named = [
+        (f"batch{keystr(path)}", leaf, axis) for (path, leaf), axis in zip(paths, axes, strict=True)
+    ]
     sizes: dict[str, int] = {}
     for name, leaf, axis in named:
         if axis is None or (is_key(leaf) and leaf.ndim == 0):

@@ -253,8 +253,7 @@ def clipped_grad(
     check_chunk_size(chunk_size, "clipped_grad")
     if mean_over is not None and not 0 < mean_over < math.inf:
         raise ValueError(
-            f"clipped_grad: mean_over is a positive number; got {mean_over}. "
-            "Pass None for the sum."
+            f"clipped_grad: mean_over is a positive number; got {mean_over}. Pass None for the sum."
         )
     options = dict(has_aux=has_aux, in_axes=in_axes, randomness=randomness, frozen=frozen)
     return ClippedGrad(loss, max_norm, mean_over, options, chunk_size)

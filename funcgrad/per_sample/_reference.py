@@ -122,7 +122,12 @@ class Problem:
     is_frozen: list[bool]
     params_tree: Any
     batch: Batch
-    out_shapes: Any
+    traced: _jaxpr.Traced
+
+    @property
+    def out_shapes(self) -> Any:
+        """The value and aux of one sample, as shapes."""
+        return _out_shapes(self.traced)
 
     def differentiate(self, chunk: Any) -> tuple[list[Any], Any, Any]:
         """The stacked gradients, values and aux of a chunk of samples."""
@@ -192,14 +197,16 @@ def prepare(
 
     one = batch.one_sample()
     traced = _jaxpr.trace(flat_loss, trainable, one)
-    out_shapes = traced.unflatten(
-        [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.jaxpr.out_avals]
-    )
-    _check_value(out_shapes[0], call)
+    _check_value(_out_shapes(traced)[0], call)
     if randomness == "different":
         varies = [False] * len(trainable) + [True] * len(one)
         refuse_shared_draws(traced, varies, call)
-    return Problem(flat_loss, trainable, is_frozen, params_tree, batch, out_shapes)
+    return Problem(flat_loss, trainable, is_frozen, params_tree, batch, traced)
+
+
+def _out_shapes(traced: _jaxpr.Traced) -> Any:
+    avals = traced.jaxpr.out_avals
+    return traced.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
 
 
 def _check_value(value: Any, call: str) -> None:

@@ -28,8 +28,8 @@ def norm_dtype(leaves: Sequence[Any]) -> Any:
 def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
     """The 2-norm as ``unit * ratio``, and whether all entries are finite.
 
-    ``ratio`` is at most the root of the number of entries, so neither factor overflows when
-    the entries are finite; below the smallest normal number the norm counts as 0.
+    ``ratio`` is about 1 to the root of the number of entries, so neither factor overflows
+    when the entries are finite; an entry below the smallest normal number counts as 0.
     """
     parts = [part for leaf in leaves for part in _real_parts(leaf) if part.size]
     if not parts:
@@ -38,7 +38,9 @@ def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
     parts = [part.astype(dtype) for part in parts]
     peak = jnp.stack([jnp.max(jnp.abs(part)) for part in parts]).max()
     finite = jnp.isfinite(peak)
-    unit = jnp.where(finite & (peak >= jnp.finfo(dtype).tiny), peak, 1)
+    # Kept away from both ends of the range, where the reciprocal is flushed to zero.
+    widest = 2.0 ** (jnp.finfo(dtype).maxexp - 8)
+    unit = jnp.where(finite & (peak > 0), jnp.clip(peak, 1 / widest, widest), 1)
     squares = jnp.stack([_folded_sum(jnp.square(part / unit)) for part in parts])
     return unit, jnp.sqrt(_folded_sum(squares)), finite
 

@@ -1,0 +1,274 @@
+"""The two factors of a per-sample gradient, laid out as matrices, and norms from them.
+
+A record becomes ``left`` (blocks, terms, rows) and ``right`` (blocks, terms, columns) for
+each sample: the gradient of the weight is ``left^T right`` in each block.  Terms are what
+the gradient sums over (tokens, positions in the image, steps of a loop).
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from funcgrad.per_sample._plan import Site
+from funcgrad.per_sample._sums import wide
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """A batch of factors; ``key`` tells which leaf axes are blocks, rows and columns.
+
+    At a gather ``left`` holds the row numbers (batch, terms), -1 for a row that is none.
+    ``key`` is ``None`` where the axes are not known.
+    """
+
+    left: Any
+    right: Any
+    key: tuple[Any, Any, Any] | None
+    is_rows: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Blocks, terms, rows and columns; no rows at a gather."""
+        if self.is_rows:
+            return 1, self.left.shape[-1], 0, self.right.shape[-1]
+        blocks, terms, rows = self.left.shape[-3:]
+        return blocks, terms, rows, self.right.shape[-1]
+
+    @property
+    def gram_is_cheaper(self) -> bool:
+        """Whether products between terms cost less, in time and memory, than the gradient."""
+        _, terms, rows, columns = self.sizes
+        return self.is_rows or terms * (rows + columns) < rows * columns
+
+    def widened(self) -> "Factors":
+        """The same in float32 or wider."""
+        right = self.right.astype(wide(self.right.dtype))
+        left = self.left if self.is_rows else self.left.astype(right.dtype)
+        return Factors(left, right, self.key, self.is_rows)
+
+
+def factors(site: Site, operands: Any, cotangents: Any) -> Factors | None:
+    """The factors of a site from its records (batch, *loops, ...); ``None`` if it has none."""
+    if site.kind == "dense":
+        return _dense(site, operands, cotangents)
+    if site.kind == "conv":
+        return _conv(site, operands, cotangents)
+    if site.kind == "gather":
+        return _gather(site, operands, cotangents)
+    return None
+
+
+def _blocks(x: Any, n_loops: int, stacked: Any, groups: list[list[int]]) -> Any:
+    """Arrange (batch, *loops, ...) as (batch, blocks, terms, rest) by axes of the site."""
+    block, term, rest = groups
+    loops = range(1, 1 + n_loops)
+    first = [d for d, s in zip(loops, stacked, strict=True) if s]
+    steps = [d for d, s in zip(loops, stacked, strict=True) if not s]
+    shifted = [[1 + n_loops + d for d in group] for group in (block, term, rest)]
+    order = [[0], first + shifted[0], steps + shifted[1], shifted[2]]
+    shape = [math.prod(x.shape[d] for d in group) for group in order]
+    return x.transpose([d for group in order for d in group]).reshape(shape)
+
+
+def _dense(site: Site, operands: Any, cotangents: Any) -> Factors:
+    assert site.eqn is not None
+    (lhs_c, rhs_c), (lhs_b, rhs_b) = site.eqn.params["dimension_numbers"]
+    on_right = site.position == 1
+    z_c, z_b, u_c, u_b = (lhs_c, lhs_b, rhs_c, rhs_b) if on_right else (rhs_c, rhs_b, lhs_c, lhs_b)
+    z_ndim, u_ndim = len(site.operand.shape), len(site.var.aval.shape)
+    z_f = [d for d in range(z_ndim) if d not in (*z_c, *z_b)]
+    u_f = [d for d in range(u_ndim) if d not in (*u_c, *u_b)]
+    # The output's axes: batch, then what is free on the left, then on the right.
+    n_b, n_left = len(z_b), len(z_f) if on_right else len(u_f)
+    left_free = list(range(n_b, n_b + n_left))
+    right_free = list(range(n_b + n_left, n_b + len(z_f) + len(u_f)))
+    y_z, y_u = (left_free, right_free) if on_right else (right_free, left_free)
+
+    axes = site.layout.axes if site.layout else None
+    key = None
+    if site.layout is not None and axes is not None and None not in site.layout.scanned:
+
+        def rank(pair: Any) -> Any:
+            return -1 if axes[pair[0]] is None else axes[pair[0]]
+
+        contracted = sorted(zip(u_c, z_c, strict=True), key=rank)
+        u_c, z_c = [u for u, _ in contracted], [z for _, z in contracted]
+        batched = sorted(zip(u_b, z_b, range(n_b), strict=True), key=rank)
+        u_b, z_b, y_b = ([t[i] for t in batched] for i in range(3))
+        freed = sorted(zip(u_f, y_u, strict=True), key=rank)
+        u_f, y_u = [u for u, _ in freed], [y for _, y in freed]
+        named = [tuple(axes[d] for d in dims if axes[d] is not None) for dims in (u_b, u_c, u_f)]
+        key = ((*site.layout.scanned, *named[0]), named[1], named[2])
+    else:
+        y_b = list(range(n_b))
+    n = len(site.lengths)
+    left = _blocks(operands, n, site.stacked, [list(z_b), z_f, list(z_c)])
+    right = _blocks(cotangents, n, site.stacked, [list(y_b), list(y_z), list(y_u)])
+    return Factors(left, right, key)
+
+
+def _conv(site: Site, operands: Any, cotangents: Any) -> Factors:
+    assert site.eqn is not None
+    params, n = site.eqn.params, len(site.lengths)
+    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    lead = operands.shape[: 1 + n]
+    x = operands.reshape(-1, *operands.shape[1 + n :]).transpose(
+        0, *(1 + d for d in numbers.lhs_spec)
+    )
+    g = cotangents.reshape(-1, *cotangents.shape[1 + n :]).transpose(
+        0, *(1 + d for d in numbers.out_spec)
+    )
+    window = [site.var.aval.shape[d] for d in numbers.rhs_spec[2:]]
+    taps = _taps(x, window, g.shape[3:], params)  # (lead, n, features, taps, positions)
+    m, examples, features, n_taps, positions = taps.shape
+    left = taps.reshape(m, examples, groups, features // groups, n_taps, positions)
+    left = left.transpose(0, 2, 1, 5, 3, 4).reshape(
+        *lead, groups, examples * positions, (features // groups) * n_taps
+    )
+    right = g.reshape(m, examples, groups, g.shape[2] // groups, positions)
+    right = right.transpose(0, 2, 1, 4, 3).reshape(
+        *lead, groups, examples * positions, g.shape[2] // groups
+    )
+    groups_3 = [[0], [1], [2]]
+    return Factors(
+        _blocks(left, n, site.stacked, groups_3), _blocks(right, n, site.stacked, groups_3), None
+    )
+
+
+def _taps(x: Any, window: list[int], out: tuple[int, ...], params: dict[str, Any]) -> Any:
+    """The input under each tap of the filter: slices, where a convolution would multiply."""
+    zero = jnp.zeros((), x.dtype)
+    spatial = zip(params["padding"], params["lhs_dilation"], strict=True)
+    config = [(0, 0, 0)] * 3 + [(low, high, dil - 1) for (low, high), dil in spatial]
+    x = lax.pad(x, zero, config)
+    strides, dilation = params["window_strides"], params["rhs_dilation"]
+    found = []
+    for tap in _positions(window):
+        start = [t * d for t, d in zip(tap, dilation, strict=True)]
+        stop = [s + (n - 1) * k + 1 for s, n, k in zip(start, out, strides, strict=True)]
+        part = lax.slice(x, (0, 0, 0, *start), (*x.shape[:3], *stop), (1, 1, 1, *strides))
+        found.append(part.reshape(*part.shape[:3], -1))
+    return jnp.stack(found, axis=3)
+
+
+def _positions(window: list[int]) -> list[tuple[int, ...]]:
+    if not window:
+        return [()]
+    return [(i, *rest) for i in range(window[0]) for rest in _positions(window[1:])]
+
+
+def _gather(site: Site, operands: Any, cotangents: Any) -> Factors | None:
+    assert site.eqn is not None
+    params, n = site.eqn.params, len(site.lengths)
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    shape = site.var.aval.shape
+    picked = numbers.start_index_map
+    if (
+        any(site.stacked)
+        or numbers.operand_batching_dims
+        or sorted(picked) != sorted(numbers.collapsed_slice_dims)
+        or any(sizes[d] != shape[d] for d in range(len(shape)) if d not in picked)
+    ):
+        return None
+    indices = operands.reshape(operands.shape[0], -1, operands.shape[-1])
+    limits = jnp.asarray([shape[d] for d in picked])
+    inside = ((indices >= 0) & (indices < limits)).all(-1)
+    clamped = jnp.clip(indices, 0, limits - 1)
+    ids = jnp.zeros(clamped.shape[:-1], clamped.dtype)
+    for k, d in enumerate(picked):
+        ids = ids * shape[d] + clamped[..., k]
+    if "CLIP" not in str(params["mode"]).upper():
+        ids = jnp.where(inside, ids, -1)
+    offsets = [1 + n + d for d in numbers.offset_dims]
+    others = [d for d in range(1, cotangents.ndim) if d not in offsets]
+    right = cotangents.transpose(0, *others, *offsets)
+    right = right.reshape(right.shape[0], ids.shape[1], -1)
+    whole = site.layout is not None and site.layout.axes == tuple(range(len(shape)))
+    rest = tuple(d for d in range(len(shape)) if d not in picked)
+    key = ((), tuple(picked), rest) if whole else None
+    return Factors(ids, right, key, is_rows=True)
+
+
+_EXACT = lax.Precision.HIGHEST
+
+
+def _grams(f: Factors) -> tuple[Any, Any]:
+    """For one sample, the products between its terms: of ``left`` and of ``right``."""
+    right = jnp.einsum("...tj,...sj->...ts", f.right, f.right, precision=_EXACT)
+    if f.is_rows:
+        same = (f.left[..., :, None] == f.left[..., None, :]) & (f.left[..., :, None] >= 0)
+        return same.astype(right.dtype), right
+    return jnp.einsum("...ti,...si->...ts", f.left, f.left, precision=_EXACT), right
+
+
+def squared_norm(f: Factors, gram: bool) -> tuple[Any, Any]:
+    """The squared norm of one sample's gradient, and the mass that cancelled to make it.
+
+    The mass is the sum of the squared norms of the terms: rounding is about the working
+    precision times it, so a norm much below it has lost its digits.
+    """
+    f, terms = f.widened(), f.sizes[1]
+    right_sq = jnp.sum(jnp.square(f.right), -1)
+    if f.is_rows:
+        left_sq = (f.left >= 0).astype(right_sq.dtype)
+    else:
+        left_sq = jnp.sum(jnp.square(f.left), -1)
+    if terms == 1:
+        value = jnp.sum(left_sq * right_sq)
+        return value, jnp.zeros_like(value)
+    if gram or f.is_rows:
+        a, b = _grams(f)
+        return jnp.sum(a * b), jnp.sum(left_sq * right_sq)
+    grad = jnp.einsum("...ti,...tj->...ij", f.left, f.right, precision=_EXACT)
+    value = jnp.sum(jnp.square(grad))
+    return value, jnp.zeros_like(value)
+
+
+def join(first: Factors, second: Factors) -> Factors | None:
+    """Two uses of one weight as one with the terms of both; ``None`` if they do not match."""
+    if first.key is None or second.key is None or first.is_rows or second.is_rows:
+        return None
+    if second.key == (first.key[0], first.key[2], first.key[1]) and second.key != first.key:
+        second = Factors(second.right, second.left, first.key)
+    if first.key != second.key:
+        return None
+    return Factors(
+        jnp.concatenate([first.left, second.left], -2),
+        jnp.concatenate([first.right, second.right], -2),
+        first.key,
+    )
+
+
+def rows_times_dense(rows: Factors, dense: Factors) -> Any:
+    """The inner product of one sample's gradient at a gather with that at a dot_general.
+
+    A tied embedding: rows looked up on the way in, all rows multiplied on the way out.
+    """
+    assert rows.key is not None
+    assert dense.key is not None
+    rows, dense = rows.widened(), dense.widened()
+    over_rows, over_columns = (
+        (dense.left, dense.right) if dense.key[1] == rows.key[1] else (dense.right, dense.left)
+    )
+    picked = jnp.take(over_rows[0], jnp.maximum(rows.left, 0), axis=1)  # (terms, looked up)
+    picked = jnp.where(rows.left >= 0, picked, 0)
+    products = jnp.einsum("sj,tj->st", over_columns[0], rows.right, precision=_EXACT)
+    return jnp.sum(picked * products)
+
+
+def is_tied(rows: Factors, dense: Factors) -> bool:
+    """Whether ``rows_times_dense`` knows how the two lie in their leaf."""
+    if rows.key is None or dense.key is None or not rows.is_rows or dense.is_rows:
+        return False
+    mine = (rows.key[1], rows.key[2])
+    return rows.key[0] == dense.key[0] == () and mine in (
+        (dense.key[1], dense.key[2]),
+        (dense.key[2], dense.key[1]),
+    )
+
+
+jax.tree_util.register_dataclass(Factors, ["left", "right"], ["key", "is_rows"])

@@ -1,0 +1,155 @@
+"""The one backward pass that gives every sample's gradient in factored form."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from funcgrad._compat import make_varying, open_jaxpr, varying_axes
+from funcgrad._trees import LeafSpec, keystr
+from funcgrad.per_sample import _capture
+from funcgrad.per_sample._batch import Randomness
+from funcgrad.per_sample._plan import Level, Site, plan
+from funcgrad.per_sample._reference import Problem, prepare
+from funcgrad.per_sample._roads import Road, leaf_roads
+from funcgrad.per_sample._samples import Samples, Scheme
+
+_SMALL = 4096
+
+
+def per_sample(
+    loss: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    in_axes: Any = 0,
+    randomness: Randomness = "different",
+    frozen: LeafSpec = None,
+    road: Road = "auto",
+) -> Callable[..., Samples]:
+    """Every sample's gradient, without materialising it.
+
+    One backward pass over the batch keeps, at each use of a parameter, the two factors whose
+    product is a sample's gradient: what came in and the cotangent of what went out.  Norms,
+    weighted sums, products with directions and the rest are contractions of these.  Any
+    function of JAX: parameters may be tied, sliced, scaled, computed from one another, used
+    in loops, recomputed; what no rule understands is had exactly by other means, for that
+    leaf alone.  PyTorch: Opacus' "ghost clipping", for its registered layers.
+
+    Args:
+      loss: ``loss(params, *sample)``, a real floating scalar for one sample; with
+        ``has_aux`` a pair of it and a pytree.
+      has_aux: Whether ``loss`` returns a pair.
+      in_axes: The sample axis of the arguments after ``params``, as in ``jax.vmap``.
+      randomness: ``"different"`` gives each sample its own key, ``"same"`` shares one.
+      frozen: Leaves without a gradient: patterns, a predicate of (path, leaf), or a tree of
+        booleans.
+      road: How norms are taken: ``"auto"`` chooses for each leaf; ``"gram"``, ``"direct"``
+        and ``"materialize"`` force one where it is possible.
+
+    Returns:
+      A function ``(params, *batch) -> Samples``.
+
+    Raises:
+      NotImplementedError: The result is differentiated; ``per_sample_grads`` can be.
+      TypeError: As ``per_sample_grads``.
+      ValueError: As ``per_sample_grads``.
+
+    Example:
+      >>> loss = lambda w, x, y: (jnp.tanh(x @ w["in"]) @ w["out"] - y) ** 2
+      >>> w = {"in": jnp.ones((3, 5)), "out": jnp.ones(5)}
+      >>> samples = jax.jit(fg.per_sample(loss))(w, jnp.eye(3), jnp.zeros(3))
+      >>> samples.norms().round(2)
+      Array([15.2, 15.2, 15.2], dtype=float32)
+
+    References:
+      Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Rochette, Manoel and
+      Tramel, "Efficient Per-Example Gradient Computations in Convolutional Neural
+      Networks", 2019; Li et al., "Large Language Models Can Be Strong Differentially
+      Private Learners", 2022.
+    """
+
+    def run(params: Any, *args: Any) -> Samples:
+        problem = prepare(
+            loss, params, args, has_aux=has_aux, in_axes=in_axes, randomness=randomness,
+            frozen=frozen, call="per_sample",
+        )  # fmt: skip
+        return capture(problem, params, road)
+
+    return run
+
+
+def capture(problem: Problem, params: Any, road: Road) -> Samples:
+    """Run the backward pass of a prepared problem."""
+    jaxpr = problem.traced.jaxpr
+    n_leaves = len(problem.trainable)
+    level = plan(jaxpr, n_leaves, _SMALL if road == "auto" else 0)
+    sites = tuple(level.all_sites())
+    names = [
+        f"params{keystr(path)}"
+        for (path, _), frozen in zip(
+            jax.tree_util.tree_leaves_with_path(params), problem.is_frozen, strict=True
+        )
+        if not frozen
+    ]
+    avals = [var.aval for var in open_jaxpr(jaxpr)[0].invars[:n_leaves]]
+    scheme = Scheme(
+        level=dataclasses.replace(level, consts=()),
+        sites=sites,
+        roads=leaf_roads(sites, avals, names, road),
+        n_samples=problem.batch.size,
+        like_params=problem.like_params,
+        is_frozen=tuple(problem.is_frozen),
+    )
+    axes = varying_axes((problem.batch.mapped, problem.batch.shared))
+    local = [_refuse_derivative(leaf) for leaf in make_varying(problem.trainable, axes)]
+    values, aux, records = _backward(problem, level, sites, local)
+    operands = [
+        None if site.kind == "value" else _capture.operand_of(site, record[0])
+        for site, record in zip(sites, records, strict=True)
+    ]
+    cotangents = [
+        record if site.kind == "value" else record[1]
+        for site, record in zip(sites, records, strict=True)
+    ]
+    return Samples(values, aux, local, list(level.consts), operands, cotangents, scheme)
+
+
+def _backward(problem: Problem, level: Level, sites: tuple[Site, ...], params: list[Any]) -> Any:
+    slots = _capture.make_slots(sites)
+    zeros = [slots[site] for site in sites]
+
+    def one(records: list[Any], mapped: Any) -> Any:
+        args = [*params, *mapped]
+        out = _capture.run(level, args, dict(zip(sites, records, strict=True)))
+        return problem.traced.unflatten(out)
+
+    if problem.batch.size == 0:
+        _, values, aux = problem.empty()
+        records = jax.tree.map(lambda z: jnp.zeros((0, *z.shape), z.dtype), zeros)
+        return values, aux, records
+    mapped = [
+        _refuse_derivative(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+        for leaf in problem.batch.mapped
+    ]
+    # Inside shard_map the cotangent of a value that all devices share is summed over them.
+    zeros = make_varying(zeros, varying_axes((mapped, params)))
+    backward = jax.vmap(jax.value_and_grad(one, has_aux=True), in_axes=(None, 0))
+    (values, aux), records = backward(zeros, mapped)
+    return values, aux, records
+
+
+@jax.custom_jvp
+def _refuse_derivative(x: Any) -> Any:
+    return x
+
+
+@_refuse_derivative.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    # The records carry no derivative with respect to the parameters of earlier layers:
+    # without this, a gradient of a norm would be wrong in silence.
+    raise NotImplementedError(
+        "per_sample: its result is not differentiable; got a gradient or tangent through it. "
+        "Use per_sample_grads, whose result is."
+    )

@@ -1,0 +1,281 @@
+"""Read a per-sample loss: where each parameter is used, and how its gradient factors.
+
+The value of every variable is one of three kinds.  A *weight* is computed from the
+parameters and constants alone: it is the same for every sample.  Whatever a sample reaches
+is *dependent*; the rest is *constant*.  A *site* is the place where a weight meets
+dependent values.  At a dot_general, a convolution or a gather the weight's per-sample
+gradient is a product of two small factors, the other operand and the output's cotangent;
+anywhere else ("value") it is the cotangent of the weight itself.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from funcgrad import _jaxpr
+from funcgrad._compat import JaxprEqn, open_jaxpr, primitives
+from funcgrad._compat import Literal as JaxprLiteral
+from funcgrad._jaxpr import Body, bodies
+from funcgrad.per_sample._layout import Layout, follow_layout, is_enlarged
+
+Kind = Literal["dense", "conv", "gather", "value"]
+
+ENTERED = {
+    primitives.jit_p,
+    primitives.closed_call_p,
+    primitives.remat_p,
+    primitives.scan_p,
+    primitives.cond_p,
+}
+
+_SITES: dict[Any, tuple[Kind, tuple[int, ...]]] = {
+    primitives.dot_general_p: ("dense", (0, 1)),
+    primitives.conv_general_dilated_p: ("conv", (1,)),
+    primitives.gather_p: ("gather", (0,)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A value that is the same for every sample: the leaves in it, and its place in one.
+
+    ``layout`` is ``None`` where the value is no plain image of one leaf; ``stacked`` says,
+    for each loop entered, whether the value differs between its iterations.
+    """
+
+    leaves: frozenset[int]
+    layout: Layout | None
+    stacked: tuple[bool, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Site:
+    """One use of a weight by dependent values.
+
+    ``lengths`` are the trip counts of the loops around it and ``stacked`` says which of them
+    scan over the weight; records carry those axes in front.
+    """
+
+    kind: Kind
+    var: Any
+    leaves: frozenset[int]
+    layout: Layout | None
+    lengths: tuple[int, ...]
+    stacked: tuple[bool, ...]
+    eqn: JaxprEqn | None
+    position: int
+    why: str
+    line: Any
+
+    @property
+    def operand(self) -> Any:
+        """The shape of the other operand; ``None`` at a value."""
+        return None if self.eqn is None else self.eqn.invars[1 - self.position].aval
+
+    @property
+    def output(self) -> Any:
+        """The shape of what the site gives."""
+        return self.var.aval if self.eqn is None else self.eqn.outvars[0].aval
+
+    def bind(self, operand: Any, weight: Any) -> Any:
+        """What the site computes from the other operand and the weight, in their precision."""
+        if self.eqn is None:
+            return weight
+        eqn = self.eqn
+        if self.kind != "gather" and weight.dtype != eqn.invars[self.position].aval.dtype:
+            eqn = eqn.replace(params=dict(eqn.params, preferred_element_type=weight.dtype))
+        inputs = (weight, operand) if self.position == 0 else (operand, weight)
+        return _jaxpr.bind(eqn, *inputs)[0]
+
+
+@dataclasses.dataclass(eq=False)
+class Level:
+    """One program of the nest: what is computed from weights alone, and the sites in it."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    weights: dict[Any, Weight]
+    preamble: list[JaxprEqn] = dataclasses.field(default_factory=list)
+    sites: dict[int, Site] = dataclasses.field(default_factory=dict)
+    values: dict[Any, Site] = dataclasses.field(default_factory=dict)
+    entered: dict[int, list["Level"]] = dataclasses.field(default_factory=dict)
+    dependent: set[Any] = dataclasses.field(default_factory=set)
+    demoted: set[int] = dataclasses.field(default_factory=set)  # inputs used as plain values
+
+    def all_sites(self) -> list[Site]:
+        """The sites here and in the programs entered."""
+        nested = [level.all_sites() for levels in self.entered.values() for level in levels]
+        return [*self.sites.values(), *self.values.values(), *(s for n in nested for s in n)]
+
+
+def plan(jaxpr: Any, n_leaves: int, small: int) -> Level:
+    """Read ``jaxpr``, whose first ``n_leaves`` inputs are the parameters.
+
+    Leaves of at most ``small`` numbers are used as plain values: their gradients are small
+    enough to be had directly.
+    """
+    body, consts = open_jaxpr(jaxpr)
+    weights = {
+        var: Weight(frozenset([i]), Layout.of_leaf(i, var.aval))
+        for i, var in enumerate(body.invars[:n_leaves])
+    }
+    dependent = set(body.invars[n_leaves:])
+    level = Level(body, tuple(consts), weights, dependent=dependent)
+    return _Reader(level, (), (), in_loop=False, small=small).read()
+
+
+@dataclasses.dataclass(eq=False)
+class _Reader:
+    """Reads one level; ``in_loop`` sends plain uses of a weight out to the level above."""
+
+    level: Level
+    lengths: tuple[int, ...]
+    parents: tuple[JaxprEqn, ...]
+    in_loop: bool
+    small: int
+    origins: dict[Any, set[int]] = dataclasses.field(default_factory=dict)
+
+    def read(self) -> Level:
+        level = self.level
+        inputs = {var: i for i, var in enumerate(level.jaxpr.invars)}
+        self.origins = {var: {inputs[var]} for var in level.weights}
+        for index, eqn in enumerate(level.jaxpr.eqns):
+            self._equation(index, eqn)
+        for atom in level.jaxpr.outvars:
+            if self._is_weight(atom):
+                self._value(atom, "it is an output", None)
+        return level
+
+    def _is_weight(self, atom: Any) -> bool:
+        return not isinstance(atom, JaxprLiteral) and atom in self.level.weights
+
+    def _is_dependent(self, atom: Any) -> bool:
+        return not isinstance(atom, JaxprLiteral) and atom in self.level.dependent
+
+    def _equation(self, index: int, eqn: JaxprEqn) -> None:
+        weights = [i for i, atom in enumerate(eqn.invars) if self._is_weight(atom)]
+        dependent = any(self._is_dependent(atom) for atom in eqn.invars)
+        if not weights:
+            if dependent:
+                self.level.dependent.update(eqn.outvars)
+            return
+        if eqn.primitive is primitives.stop_gradient_p and not dependent:
+            return  # a constant, as far as gradients go
+        if self._is_site(eqn, weights):
+            self._site(index, eqn, weights[0])
+        elif not dependent and not is_enlarged(eqn):
+            self._preamble(eqn)
+            return
+        elif eqn.primitive in ENTERED:
+            self._enter(index, eqn)
+        else:
+            for i in weights:
+                self._value(eqn.invars[i], f"{eqn.primitive.name} has no rule", eqn)
+        self.level.dependent.update(eqn.outvars)
+
+    def _is_site(self, eqn: JaxprEqn, weights: list[int]) -> bool:
+        if eqn.primitive not in _SITES or len(weights) != 1:
+            return False
+        _, positions = _SITES[eqn.primitive]
+        if weights[0] not in positions or self._is_small(eqn.invars[weights[0]]):
+            return False
+        if eqn.primitive is primitives.conv_general_dilated_p:
+            return eqn.params["batch_group_count"] == 1
+        return True
+
+    def _is_small(self, atom: Any) -> bool:
+        return atom.aval.size <= self.small and not any(self.level.weights[atom].stacked)
+
+    def _site(self, index: int, eqn: JaxprEqn, position: int) -> None:
+        weight = self.level.weights[eqn.invars[position]]
+        kind, _ = _SITES[eqn.primitive]
+        self.level.sites[index] = Site(
+            kind, eqn.invars[position], weight.leaves, weight.layout, self.lengths,
+            weight.stacked, eqn, position, "", _jaxpr.source_line(eqn, self.parents),
+        )  # fmt: skip
+
+    def _preamble(self, eqn: JaxprEqn) -> None:
+        used = [self.level.weights[a] for a in eqn.invars if self._is_weight(a)]
+        leaves = frozenset().union(*(w.leaves for w in used))
+        stacked = tuple(any(flags) for flags in zip(*(w.stacked for w in used), strict=True))
+        origins = set().union(*(self.origins[a] for a in eqn.invars if self._is_weight(a)))
+        layout = follow_layout(eqn, [self._layout(a) for a in eqn.invars])
+        self.level.preamble.append(eqn)
+        for var in eqn.outvars:
+            if jnp.issubdtype(var.aval.dtype, jnp.inexact):
+                self.level.weights[var] = Weight(leaves, layout, stacked)
+                self.origins[var] = origins
+
+    def _layout(self, atom: Any) -> Layout | None:
+        return self.level.weights[atom].layout if self._is_weight(atom) else None
+
+    def _value(self, atom: Any, why: str, eqn: JaxprEqn | None) -> None:
+        if self.in_loop:
+            self.level.demoted |= self.origins[atom]
+            return
+        if atom in self.level.values:
+            return
+        weight = self.level.weights[atom]
+        line = None if eqn is None else _jaxpr.source_line(eqn, self.parents)
+        self.level.values[atom] = Site(
+            "value", atom, weight.leaves, weight.layout, (), (), None, 0, why, line
+        )
+
+    def _enter(self, index: int, eqn: JaxprEqn) -> None:
+        parents = (*self.parents, eqn)
+        if eqn.primitive is primitives.scan_p:
+            body = bodies(eqn)[0]
+            n_consts, n_carry = _jaxpr.loop_sizes(eqn)
+            n_fixed = n_consts + n_carry
+            plain = {i for i in range(n_consts, n_fixed) if self._is_weight(eqn.invars[i])}
+            lengths = (*self.lengths, eqn.params["length"])
+            while True:
+                sub = self._sub(body, eqn, plain, lengths, parents, in_loop=True, scan=(n_consts, n_fixed))  # fmt: skip  # noqa: E501
+                if sub.demoted <= plain:
+                    break
+                plain |= sub.demoted
+            levels = [sub]
+        else:
+            plain = set()
+            while True:
+                levels = [
+                    self._sub(body, eqn, plain, self.lengths, parents, self.in_loop, None)
+                    for body in bodies(eqn)
+                ]
+                shift = 1 if eqn.primitive is primitives.cond_p else 0
+                demoted = {i + shift for level in levels for i in level.demoted}
+                if demoted <= plain:
+                    break
+                plain |= demoted
+            if eqn.primitive is primitives.cond_p and self._is_weight(eqn.invars[0]):
+                plain.add(0)
+        for i in plain:
+            self._value(eqn.invars[i], f"{eqn.primitive.name} uses it without a rule", eqn)
+        if any(level.weights for level in levels):
+            self.level.entered[index] = levels
+
+    def _sub(
+        self, body: Body, eqn: JaxprEqn, plain: set[int], lengths: Any, parents: Any,
+        in_loop: bool, scan: tuple[int, int] | None,
+    ) -> Level:  # fmt: skip
+        weights: dict[Any, Weight] = {}
+        dependent: set[Any] = set()
+        for var, position in zip(body.jaxpr.invars, body.operands, strict=True):
+            assert position is not None
+            atom = eqn.invars[position]
+            if self._is_weight(atom) and position not in plain:
+                weight = self.level.weights[atom]
+                if scan is not None:
+                    scanned = position >= scan[1]
+                    layout = weight.layout
+                    if layout is not None:
+                        layout = layout.enter_scan() if scanned else layout.enter_constant()
+                    weight = Weight(weight.leaves, layout, (*weight.stacked, scanned))
+                weights[var] = weight
+            elif self._is_weight(atom) or self._is_dependent(atom):
+                dependent.add(var)
+            elif scan is not None and position >= scan[0]:
+                dependent.add(var)  # differs between iterations
+        level = Level(body.jaxpr, body.consts, weights, dependent=dependent)
+        return _Reader(level, lengths, parents, in_loop, self.small).read()

@@ -1,0 +1,276 @@
+"""Which road each leaf's norms take, decided from shapes, and the walk along it."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from funcgrad.per_sample._factors import (
+    Factors,
+    factors,
+    is_tied,
+    join,
+    rows_times_dense,
+    squared_norm,
+)
+from funcgrad.per_sample._plan import Site
+from funcgrad.per_sample._sums import wide
+
+Road = Literal["auto", "gram", "direct", "materialize"]
+
+# What the per-sample work of a chunk may hold: about what a core's cache does.
+_CHUNK_BYTES = 32 * 2**20
+# A Gram norm has lost too many digits when it is below this many roundings of its terms.
+_LOST = 1e5
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A share of a leaf's squared norm.
+
+    ``rows`` are the gathers and ``dense`` the other sites whose terms add before the norm;
+    a value is a ``dense`` part with ``is_value``.
+    """
+
+    rows: tuple[int, ...]
+    dense: tuple[int, ...]
+    gram: bool
+    is_value: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafRoad:
+    """How one leaf's norms are taken: a line of ``Samples.explain``.
+
+    ``road`` is "value" where the backward pass gives the leaf's gradient directly, "product"
+    where each gradient is one outer product, "gram" for products between terms, "direct" for the gradient of a few samples at a time from
+    its factors, "materialize" for the same by a pull-back, "unused" for a leaf without
+    gradient.  ``cost`` is in multiplications for one sample.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    road: str
+    sites: tuple[str, ...]
+    cost: int
+    why: str
+    parts: tuple[Part, ...] | None
+
+    def __str__(self) -> str:
+        where = "; ".join(self.sites) or "nowhere"
+        return f"{self.name}{list(self.shape)}: {self.road} ({self.why}); used at {where}"
+
+
+def leaf_roads(
+    sites: Sequence[Site], shapes: Sequence[Any], names: Sequence[str], road: Road
+) -> tuple[LeafRoad, ...]:
+    """The road of each leaf, from the shapes of its sites."""
+    return tuple(
+        _leaf_road(i, [k for k, s in enumerate(sites) if i in s.leaves], sites, shape, name, road)
+        for i, (shape, name) in enumerate(zip(shapes, names, strict=True))
+    )
+
+
+def _leaf_road(
+    leaf: int, mine: list[int], sites: Sequence[Site], aval: Any, name: str, road: Road
+) -> LeafRoad:
+    size = math.prod(aval.shape)
+    places = tuple(f"{sites[k].kind} at {sites[k].line}" for k in mine)
+    cost = sum(_sum_cost(sites[k]) for k in mine)
+
+    def answer(road: str, cost: int, why: str, parts: tuple[Part, ...] | None) -> LeafRoad:
+        return LeafRoad(name, tuple(aval.shape), road, places, cost, why, parts)
+
+    if not mine:
+        return answer("unused", 0, "no path from it to the loss", ())
+    if road == "materialize":
+        return answer("materialize", cost + size, "asked for", None)
+    odd = [k for k in mine if sites[k].layout is None]
+    if odd:
+        why = "it is not used as it is: another value is computed from it first"
+        return answer("materialize", cost + size, why, None)
+    parts: list[Part] = []
+    for group in _overlapping(mine, sites):
+        part = _part(group, sites, road)
+        if isinstance(part, str):
+            return answer("materialize", cost + size, part, None)
+        parts.append(part)
+    if all(part.is_value for part in parts):
+        reasons = {sites[k].why for k in mine}
+        return answer("value", size, "; ".join(sorted(r for r in reasons if r)), tuple(parts))
+    gram = any(part.gram for part in parts)
+    if not gram and all(_is_product(part, sites) for part in parts):
+        return answer(
+            "product", _parts_cost(parts, sites), "one term: norms multiply", tuple(parts)
+        )
+    why = "terms are fewer than rows and columns" if gram else "terms outnumber rows and columns"
+    if road != "auto":
+        why = "asked for"
+    return answer("gram" if gram else "direct", _parts_cost(parts, sites), why, tuple(parts))
+
+
+def _is_product(part: Part, sites: Sequence[Site]) -> bool:
+    f = None if part.is_value or len(part.dense) != 1 else _shapes(sites[part.dense[0]])
+    return part.is_value or (f is not None and f.sizes[1] == 1)
+
+
+def _sum_cost(site: Site) -> int:
+    if site.kind == "value":
+        return site.output.size
+    f = _shapes(site)
+    return (
+        site.output.size if f is None else math.prod(f.sizes[:2]) * max(1, f.sizes[2]) * f.sizes[3]
+    )
+
+
+def _parts_cost(parts: Sequence[Part], sites: Sequence[Site]) -> int:
+    total = 0
+    for part in parts:
+        for k in (*part.rows, *part.dense):
+            f = _shapes(sites[k])
+            if part.is_value or f is None:
+                total += sites[k].output.size
+                continue
+            blocks, terms, rows, columns = f.sizes
+            gram = blocks * terms**2 * (rows + columns)
+            total += gram if part.gram else blocks * terms * rows * columns
+    return total
+
+
+def _shapes(site: Site) -> Any:
+    """The factors of one sample, as shapes."""
+    lead = (1, *site.lengths)
+    operand, output = site.operand, site.output
+    return jax.eval_shape(
+        lambda z, g: factors(site, z, g),
+        jax.ShapeDtypeStruct((*lead, *operand.shape), operand.dtype),
+        jax.ShapeDtypeStruct((*lead, *output.shape), output.dtype),
+    )
+
+
+def _overlapping(mine: list[int], sites: Sequence[Site]) -> list[list[int]]:
+    """The sites in groups whose windows of the leaf may touch."""
+    groups: list[list[int]] = []
+    for k in mine:
+        touching = [
+            g
+            for g in groups
+            if any(not _layout(sites[k]).is_disjoint(_layout(sites[j])) for j in g)
+        ]
+        merged = [j for g in touching for j in g] + [k]
+        groups = [g for g in groups if g not in touching] + [merged]
+    return groups
+
+
+def _layout(site: Site) -> Any:
+    return site.layout
+
+
+def _part(group: list[int], sites: Sequence[Site], road: Road) -> Part | str:
+    """How a group of sites adds up; a reason where no rule does it."""
+    if len(group) == 1 and sites[group[0]].kind == "value":
+        return Part((), tuple(group), gram=False, is_value=True)
+    if any(sites[k].kind == "value" for k in group):
+        return "used both in a product and in another way"
+    if len({_layout(sites[k]).window for k in group}) > 1:
+        return "its uses overlap in part"
+    shapes = {k: _shapes(sites[k]) for k in group}
+    if any(f is None for f in shapes.values()):
+        return "a gather of another kind than rows"
+    rows = [k for k in group if shapes[k].is_rows]
+    dense = [k for k in group if not shapes[k].is_rows]
+    if len(group) > 1 and any(shapes[k].key is None for k in group):
+        return "used several times, in arrangements that are not followed"
+    joined = None
+    for k in dense:
+        joined = shapes[k] if joined is None else jax.eval_shape(join, joined, shapes[k])
+        if joined is None:
+            return "used several times, in arrangements that do not match"
+    if rows and joined is not None:
+        if not all(is_tied(shapes[k], joined) for k in rows):
+            return "looked up and multiplied, in arrangements that do not match"
+        if not joined.gram_is_cheaper and road == "auto":
+            return "looked up and multiplied, and its gradient is cheaper than products of terms"
+        return Part(tuple(rows), tuple(dense), gram=True)
+    if rows:
+        if len({shapes[k].key for k in rows}) > 1:
+            return "looked up several times, in arrangements that do not match"
+        return Part(tuple(rows), (), gram=True)
+    assert joined is not None
+    gram = joined.gram_is_cheaper if road == "auto" else road == "gram"
+    return Part((), tuple(dense), gram and joined.sizes[1] > 1)
+
+
+def leaf_squares(
+    road: LeafRoad, sites: Sequence[Site], records: Sequence[Any], n_samples: int
+) -> tuple[Any, Any]:
+    """Each sample's squared norm of a leaf, and whether one of them has lost its digits."""
+    total, mass = jnp.zeros(n_samples), jnp.zeros(n_samples)
+    for part in road.parts or ():
+        if part.is_value:
+            (k,) = part.dense
+            g = records[k][1]
+            square = jnp.sum(jnp.square(jnp.abs(g.astype(wide(g.dtype)))).reshape(n_samples, -1), 1)
+            total = total + square * _layout(sites[k]).scale ** 2
+            continue
+        if not n_samples:
+            continue
+        rows = _joined(part.rows, sites, records)
+        dense = _joined(part.dense, sites, records)
+
+        def one(f: Any, part: Part = part) -> Any:
+            rows, dense = f
+            squares = [squared_norm(x, part.gram) for x in (rows, dense) if x is not None]
+            value, mass = (sum(column) for column in zip(*squares, strict=True))
+            if rows is not None and dense is not None:
+                value = value + 2 * rows_times_dense(rows, dense)
+            return value, mass
+
+        value, lost = map_samples(one, (rows, dense), n_samples, _part_bytes(part, rows, dense))
+        total, mass = total + value, mass + lost
+    return total, jnp.any(total < _LOST * float(jnp.finfo(total.dtype).eps) * mass)
+
+
+def _joined(group: Sequence[int], sites: Sequence[Site], records: Sequence[Any]) -> Factors | None:
+    joined: Factors | None = None
+    for k in group:
+        f = factors(sites[k], *records[k])
+        assert f is not None
+        scale = _layout(sites[k]).scale
+        if scale != 1:
+            f = dataclasses.replace(f, right=f.right * scale)
+        if joined is None:
+            joined = f
+        elif f.is_rows:
+            joined = Factors(
+                jnp.concatenate([joined.left, f.left], 1),
+                jnp.concatenate([joined.right, f.right], 1),
+                f.key,
+                is_rows=True,
+            )
+        else:
+            joined = join(joined, f)
+    return joined
+
+
+def _part_bytes(part: Part, rows: Factors | None, dense: Factors | None) -> int:
+    total = 0
+    for f in (rows, dense):
+        if f is not None:
+            blocks, terms, n, m = f.sizes
+            total += blocks * (2 * terms**2 if part.gram else n * m)
+    if rows is not None and dense is not None:
+        total += rows.sizes[1] * dense.sizes[1] * 2
+    return 4 * total
+
+
+def map_samples(fun: Callable[[Any], Any], samples: Any, n_samples: int, bytes_each: int) -> Any:
+    """``fun`` of each sample, as many at a time as fit a chunk's memory."""
+    size = max(1, _CHUNK_BYTES // max(1, bytes_each))
+    if size >= n_samples:
+        return jax.vmap(fun)(samples)
+    return lax.map(fun, samples, batch_size=size)
