@@ -74,20 +74,44 @@ def _blocks(x: Any, n_loops: int, stacked: Any, groups: list[list[int]]) -> Any:
     return x.transpose([d for group in order for d in group]).reshape(shape)
 
 
-def _dense(site: Site, operands: Any, cotangents: Any) -> Factors:
+@dataclasses.dataclass(frozen=True)
+class DenseAxes:
+    """The axes of a dot_general by their role: contracted, batch, free; operand ``z``,
+    weight ``u``, output ``y``.
+    """
+
+    z_c: list[int]
+    z_b: list[int]
+    z_f: list[int]
+    u_c: list[int]
+    u_b: list[int]
+    u_f: list[int]
+    y_b: list[int]
+    y_z: list[int]
+    y_u: list[int]
+
+
+def dense_axes(site: Site) -> DenseAxes:
+    """The roles of the axes at a dense site."""
     assert site.eqn is not None
     (lhs_c, rhs_c), (lhs_b, rhs_b) = site.eqn.params["dimension_numbers"]
     on_right = site.position == 1
     z_c, z_b, u_c, u_b = (lhs_c, lhs_b, rhs_c, rhs_b) if on_right else (rhs_c, rhs_b, lhs_c, lhs_b)
-    z_ndim, u_ndim = len(site.operand.shape), len(site.var.aval.shape)
-    z_f = [d for d in range(z_ndim) if d not in (*z_c, *z_b)]
-    u_f = [d for d in range(u_ndim) if d not in (*u_c, *u_b)]
+    z_f = [d for d in range(len(site.operand.shape)) if d not in (*z_c, *z_b)]
+    u_f = [d for d in range(len(site.var.aval.shape)) if d not in (*u_c, *u_b)]
     # The output's axes: batch, then what is free on the left, then on the right.
     n_b, n_left = len(z_b), len(z_f) if on_right else len(u_f)
-    left_free = list(range(n_b, n_b + n_left))
-    right_free = list(range(n_b + n_left, n_b + len(z_f) + len(u_f)))
-    y_z, y_u = (left_free, right_free) if on_right else (right_free, left_free)
+    left = list(range(n_b, n_b + n_left))
+    right = list(range(n_b + n_left, n_b + len(z_f) + len(u_f)))
+    y_z, y_u = (left, right) if on_right else (right, left)
+    return DenseAxes(
+        list(z_c), list(z_b), z_f, list(u_c), list(u_b), u_f, list(range(n_b)), y_z, y_u
+    )  # fmt: skip
 
+
+def _dense(site: Site, operands: Any, cotangents: Any) -> Factors:
+    d = dense_axes(site)
+    z_c, z_b, z_f, y_b, y_z, y_u = d.z_c, d.z_b, d.z_f, d.y_b, d.y_z, d.y_u
     axes = site.layout.axes if site.layout else None
     key = None
     if site.layout is not None and axes is not None and None not in site.layout.scanned:
@@ -95,19 +119,19 @@ def _dense(site: Site, operands: Any, cotangents: Any) -> Factors:
         def rank(pair: Any) -> Any:
             return -1 if axes[pair[0]] is None else axes[pair[0]]
 
-        contracted = sorted(zip(u_c, z_c, strict=True), key=rank)
-        u_c, z_c = [u for u, _ in contracted], [z for _, z in contracted]
-        batched = sorted(zip(u_b, z_b, range(n_b), strict=True), key=rank)
-        u_b, z_b, y_b = ([t[i] for t in batched] for i in range(3))
-        freed = sorted(zip(u_f, y_u, strict=True), key=rank)
-        u_f, y_u = [u for u, _ in freed], [y for _, y in freed]
-        named = [tuple(axes[d] for d in dims if axes[d] is not None) for dims in (u_b, u_c, u_f)]
+        contracted = sorted(zip(d.u_c, d.z_c, strict=True), key=rank)
+        batched = sorted(zip(d.u_b, d.z_b, d.y_b, strict=True), key=rank)
+        freed = sorted(zip(d.u_f, d.y_u, strict=True), key=rank)
+        z_c, z_b = [z for _, z in contracted], [z for _, z, _ in batched]
+        y_b, y_u = [y for _, _, y in batched], [y for _, y in freed]
+        named = [
+            tuple(axes[u] for u, *_ in group if axes[u] is not None)
+            for group in (batched, contracted, freed)
+        ]
         key = ((*site.layout.scanned, *named[0]), named[1], named[2])
-    else:
-        y_b = list(range(n_b))
     n = len(site.lengths)
-    left = _blocks(operands, n, site.stacked, [list(z_b), z_f, list(z_c)])
-    right = _blocks(cotangents, n, site.stacked, [list(y_b), list(y_z), list(y_u)])
+    left = _blocks(operands, n, site.stacked, [z_b, z_f, z_c])
+    right = _blocks(cotangents, n, site.stacked, [y_b, y_z, y_u])
     return Factors(left, right, key)
 
 
@@ -230,8 +254,12 @@ def squared_norm(f: Factors, gram: bool) -> tuple[Any, Any]:
 
 def join(first: Factors, second: Factors) -> Factors | None:
     """Two uses of one weight as one with the terms of both; ``None`` if they do not match."""
-    if first.key is None or second.key is None or first.is_rows or second.is_rows:
+    if first.key is None or second.key is None or first.is_rows != second.is_rows:
         return None
+    if first.is_rows:
+        left = jnp.concatenate([first.left, second.left], -1)
+        right = jnp.concatenate([first.right, second.right], -2)
+        return Factors(left, right, first.key, True) if first.key == second.key else None
     if second.key == (first.key[0], first.key[2], first.key[1]) and second.key != first.key:
         second = Factors(second.right, second.left, first.key)
     if first.key != second.key:

@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, Literal, primitives
+from funcgrad.per_sample._factors import dense_axes
 from funcgrad.per_sample._layout import PLAIN
 from funcgrad.per_sample._plan import Level, Site
 from funcgrad.per_sample._sums import wide
@@ -116,17 +118,63 @@ def _scanned_weights(eqn: JaxprEqn, level: Level, inputs: list[Any]) -> dict[Sit
     return dict(zip(sites, mapped(inputs), strict=True))
 
 
-def outputs(site: Site, operands: Any, weight: Any) -> Any:
-    """What a site gave for one sample, from its recorded operands and its weight.
+def outputs(site: Site, operands: Any, weight: Any, n: int | None) -> Any:
+    """What a site gives, from its recorded operands and its weight; linear in the weight.
 
-    Linear in the weight; its pull-back of the recorded cotangents is the sample's gradient.
+    ``n`` is the number of samples, whose axis stands behind those of the loops, or ``None``
+    for records of one sample.
     """
-    if site.kind == "value":
-        return weight
     weight = weight.astype(wide(weight.dtype))
+    if site.kind == "value":
+        return weight if n is None else jnp.broadcast_to(weight, (n, *weight.shape))
     if jnp.issubdtype(operands.dtype, jnp.inexact):
         operands = operands.astype(weight.dtype)
-    fun = site.bind
+    fun = site.bind if n is None else jax.vmap(site.bind, in_axes=(0, None))
     for stacked in reversed(site.stacked):
         fun = jax.vmap(fun, in_axes=(0, 0 if stacked else None))
     return fun(operands, weight)
+
+
+def pull_back(site: Site, operands: Any, cotangents: Any, weight: Any, n: int | None) -> Any:
+    """The gradient of the weight at a site, summed over samples: ``outputs`` transposed."""
+    dtype = wide(weight.dtype)
+    if site.kind == "value":
+        return cotangents.astype(dtype) if n is None else cotangents.astype(dtype).sum(0)
+    if site.kind == "dense":
+        return _dense_pull_back(site, operands.astype(dtype), cotangents.astype(dtype), n)
+    shape = jax.ShapeDtypeStruct(weight.shape, dtype)
+    transpose = jax.linear_transpose(lambda u: outputs(site, operands, u, n), shape)
+    (gradient,) = transpose(cotangents.astype(dtype))
+    return gradient
+
+
+def _dense_pull_back(site: Site, operands: Any, cotangents: Any, n: int | None) -> Any:
+    # One product over loops, samples and terms at once, in the parameter's own layout: what
+    # transposing the mapped dot_general gives needs copies.
+    d, loops = dense_axes(site), len(site.lengths)
+    skip = loops + (n is not None)
+    steps = [i for i, stacked in enumerate(site.stacked) if not stacked]
+    steps += [loops] if n is not None else []
+    blocks = [i for i, stacked in enumerate(site.stacked) if stacked]
+
+    def shifted(axes: list[int]) -> list[int]:
+        return [skip + axis for axis in axes]
+
+    z_sum, y_sum = steps + shifted(d.z_f), steps + shifted(d.y_z)
+    z_block, y_block = blocks + shifted(d.z_b), blocks + shifted(d.y_b)
+    rows, columns = sorted(d.u_c), d.u_f
+    # dot_general's output: blocks, the rest of its left, the rest of its right, each in the
+    # order of the operand's axes.
+    by_z = [u for _, u in sorted(zip(d.z_c, d.u_c, strict=True))]
+    by_y = [u for _, u in sorted(zip(d.y_u, d.u_f, strict=True))]
+    rows_first = not columns or (bool(rows) and rows[0] < columns[0])
+    if rows_first:
+        sides, numbers = (operands, cotangents), ((z_sum, y_sum), (z_block, y_block))
+        order = d.u_b + by_z + by_y
+    else:
+        sides, numbers = (cotangents, operands), ((y_sum, z_sum), (y_block, z_block))
+        order = d.u_b + by_y + by_z
+    precision = site.eqn.params["precision"] if site.eqn is not None else None
+    gradient = lax.dot_general(*sides, numbers, precision=precision)
+    place = [order.index(axis) for axis in range(len(order))]
+    return gradient.transpose(*range(len(blocks)), *(len(blocks) + i for i in place))

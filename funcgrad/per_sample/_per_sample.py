@@ -1,6 +1,7 @@
 """The one backward pass that gives every sample's gradient in factored form."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ from funcgrad._trees import LeafSpec, keystr
 from funcgrad.per_sample import _capture
 from funcgrad.per_sample._batch import Randomness
 from funcgrad.per_sample._plan import Level, Site, plan
+from funcgrad.per_sample._records import Records, Scheme
 from funcgrad.per_sample._reference import Problem, prepare
 from funcgrad.per_sample._roads import Road, leaf_roads
-from funcgrad.per_sample._samples import Samples, Scheme
+from funcgrad.per_sample._samples import Samples
 
 _SMALL = 4096
 
@@ -113,7 +115,8 @@ def capture(problem: Problem, params: Any, road: Road) -> Samples:
         record if site.kind == "value" else record[1]
         for site, record in zip(sites, records, strict=True)
     ]
-    return Samples(values, aux, local, list(level.consts), operands, cotangents, scheme)
+    held = Records(local, list(level.consts), operands, cotangents, scheme)
+    return Samples(values, aux, held)
 
 
 def _backward(problem: Problem, level: Level, sites: tuple[Site, ...], params: list[Any]) -> Any:
@@ -127,7 +130,10 @@ def _backward(problem: Problem, level: Level, sites: tuple[Site, ...], params: l
 
     if problem.batch.size == 0:
         _, values, aux = problem.empty()
-        records = jax.tree.map(lambda z: jnp.zeros((0, *z.shape), z.dtype), zeros)
+        records = [
+            jax.tree.map(functools.partial(_empty_axis, axis=len(site.lengths)), zero)
+            for site, zero in zip(sites, zeros, strict=True)
+        ]
         return values, aux, records
     mapped = [
         _refuse_derivative(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
@@ -135,9 +141,17 @@ def _backward(problem: Problem, level: Level, sites: tuple[Site, ...], params: l
     ]
     # Inside shard_map the cotangent of a value that all devices share is summed over them.
     zeros = make_varying(zeros, varying_axes((mapped, params)))
-    backward = jax.vmap(jax.value_and_grad(one, has_aux=True), in_axes=(None, 0))
+    backward = jax.vmap(
+        jax.value_and_grad(one, has_aux=True),
+        in_axes=(None, 0),
+        out_axes=((0, 0), [len(site.lengths) for site in sites]),
+    )
     (values, aux), records = backward(zeros, mapped)
     return values, aux, records
+
+
+def _empty_axis(x: Any, axis: int) -> Any:
+    return jnp.zeros((*x.shape[:axis], 0, *x.shape[axis:]), x.dtype)
 
 
 @jax.custom_jvp

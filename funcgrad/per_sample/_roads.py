@@ -47,9 +47,10 @@ class LeafRoad:
     """How one leaf's norms are taken: a line of ``Samples.explain``.
 
     ``road`` is "value" where the backward pass gives the leaf's gradient directly, "product"
-    where each gradient is one outer product, "gram" for products between terms, "direct" for the gradient of a few samples at a time from
-    its factors, "materialize" for the same by a pull-back, "unused" for a leaf without
-    gradient.  ``cost`` is in multiplications for one sample.
+    where each gradient is one outer product, "gram" for products between terms, "direct"
+    for the gradient of a few samples at a time from its factors, "materialize" for the same
+    by a pull-back, "unused" for a leaf without gradient.  ``cost`` is in multiplications
+    for one sample.
     """
 
     name: str
@@ -219,53 +220,48 @@ def leaf_squares(
             continue
         if not n_samples:
             continue
-        rows = _joined(part.rows, sites, records)
-        dense = _joined(part.dense, sites, records)
+        mine = {k: records[k] for k in (*part.rows, *part.dense)}
 
-        def one(f: Any, part: Part = part) -> Any:
-            rows, dense = f
+        def one(mine: Any, part: Part = part) -> Any:
+            rows, dense = _joined(part.rows, sites, mine), _joined(part.dense, sites, mine)
             squares = [squared_norm(x, part.gram) for x in (rows, dense) if x is not None]
             value, mass = (sum(column) for column in zip(*squares, strict=True))
             if rows is not None and dense is not None:
                 value = value + 2 * rows_times_dense(rows, dense)
             return value, mass
 
-        value, lost = map_samples(one, (rows, dense), n_samples, _part_bytes(part, rows, dense))
+        value, lost = map_samples(one, mine, n_samples, _part_bytes(part, sites))
         total, mass = total + value, mass + lost
     return total, jnp.any(total < _LOST * float(jnp.finfo(total.dtype).eps) * mass)
 
 
-def _joined(group: Sequence[int], sites: Sequence[Site], records: Sequence[Any]) -> Factors | None:
+def _joined(group: Sequence[int], sites: Sequence[Site], records: Any) -> Factors | None:
+    """The factors of one sample at several sites of one weight, their terms together."""
     joined: Factors | None = None
     for k in group:
-        f = factors(sites[k], *records[k])
-        assert f is not None
+        z, g = records[k]
+        f = _sample(factors(sites[k], z[None], g[None]))
         scale = _layout(sites[k]).scale
         if scale != 1:
             f = dataclasses.replace(f, right=f.right * scale)
-        if joined is None:
-            joined = f
-        elif f.is_rows:
-            joined = Factors(
-                jnp.concatenate([joined.left, f.left], 1),
-                jnp.concatenate([joined.right, f.right], 1),
-                f.key,
-                is_rows=True,
-            )
-        else:
-            joined = join(joined, f)
+        joined = f if joined is None else join(joined, f)
     return joined
 
 
-def _part_bytes(part: Part, rows: Factors | None, dense: Factors | None) -> int:
-    total = 0
-    for f in (rows, dense):
-        if f is not None:
-            blocks, terms, n, m = f.sizes
-            total += blocks * (2 * terms**2 if part.gram else n * m)
-    if rows is not None and dense is not None:
-        total += rows.sizes[1] * dense.sizes[1] * 2
-    return 4 * total
+def _sample(f: Factors | None) -> Factors:
+    assert f is not None
+    return dataclasses.replace(f, left=f.left[0], right=f.right[0])
+
+
+def _part_bytes(part: Part, sites: Sequence[Site]) -> int:
+    """What the norm of one sample holds at a time, beside the records."""
+    total, terms = 0, 0
+    for k in (*part.rows, *part.dense):
+        blocks, t, n, m = _shapes(sites[k]).sizes
+        terms += t
+        total += 0 if part.gram else blocks * n * m
+        total += blocks * t * n if sites[k].kind == "conv" else 0
+    return 4 * (total + (2 * terms**2 if part.gram else 0))
 
 
 def map_samples(fun: Callable[[Any], Any], samples: Any, n_samples: int, bytes_each: int) -> Any:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,28 +11,15 @@ from jax import lax
 
 from funcgrad._compat import make_varying, varying_axes
 from funcgrad._trees import LeafSpec, broadcast_prefix, choose_leaves
-from funcgrad.per_sample import _linear
-from funcgrad.per_sample._plan import Level, Site
-from funcgrad.per_sample._roads import LeafRoad, leaf_squares, map_samples
+from funcgrad.per_sample._records import Records
+from funcgrad.per_sample._roads import LeafRoad
 from funcgrad.per_sample._sums import norm_dtype, wide
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Scheme:
-    """What does not depend on numbers: the sites, and the road of each leaf."""
-
-    level: Level
-    sites: tuple[Site, ...]
-    roads: tuple[LeafRoad, ...]
-    n_samples: int
-    like_params: Callable[[list[Any]], Any]
-    is_frozen: tuple[bool, ...]
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["values", "aux", "_params", "_consts", "_operands", "_cotangents"],
-    meta_fields=["_scheme"],
+    data_fields=["values", "aux", "_records"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Samples:
@@ -47,14 +33,10 @@ class Samples:
     """The losses, (batch,)."""
     aux: Any
     """The loss's second output, stacked; ``None`` without ``has_aux``."""
-    _params: list[Any]
-    _consts: list[Any]
-    _operands: list[Any]
-    _cotangents: list[Any]
-    _scheme: Scheme
+    _records: Records
 
     def __len__(self) -> int:
-        return self._scheme.n_samples
+        return self._records.scheme.n_samples
 
     # Sums over samples: one pull-back for the whole batch.
 
@@ -74,30 +56,18 @@ class Samples:
           >>> samples.weighted_sum(jnp.array([3.0, 4.0]))
           Array([3., 4.], dtype=float32)
         """
+        records = self._records
         weights = jnp.asarray(weights)
-
-        def total(operands: Any, cotangents: Any) -> Any:
-            scaled = [
-                g.astype(wide(g.dtype)) * _like(weights, g).astype(wide(g.dtype))
-                for g in cotangents
-            ]
-            return self._pull_back(operands, scaled)
-
-        def without_zeros() -> Any:
-            kept = weights != 0
-            blank = lambda x: jnp.where(_like(kept, x), x, jnp.zeros_like(x))
-            return total(*jax.tree.map(blank, (self._operands, self._cotangents)))
-
-        grads = lax.cond(
-            jnp.all(weights != 0),
-            lambda: total(self._operands, self._cotangents),
-            without_zeros,
-        )
-        return self._scheme.like_params(grads)
+        if weights.shape != (len(self),):
+            raise ValueError(
+                f"weighted_sum: one weight per sample; got shape {weights.shape} for "
+                f"{len(self)} samples. Pass an array of shape ({len(self)},)."
+            )
+        return self._tree(records.weighted(weights))
 
     def sum(self) -> Any:
         """The sum of the gradients, a tree like ``params``."""
-        return self._scheme.like_params(self._pull_back(self._operands, self._cotangents))
+        return self._tree(self._sum())
 
     def mean(self) -> Any:
         """The mean of the gradients, a tree like ``params``; zeros for no samples."""
@@ -120,21 +90,21 @@ class Samples:
           >>> samples.norms()
           Array([5.], dtype=float32)
         """
-        squares = self._squares()
+        squares = self._records.squares()
         if groups is None:
-            return jnp.sqrt(sum(squares, jnp.zeros(len(self))))
+            return jnp.sqrt(sum(squares, jnp.zeros(len(self), self._dtype)))
         labels, structure = jax.tree.flatten(groups)
         numbered = jax.tree.unflatten(structure, range(len(labels)))
         members = broadcast_prefix(numbered, self._skeleton(), "norms: groups")
         members = [member for member in members if member is not None]
-        totals = [jnp.zeros(len(self)) for _ in labels]
+        totals = [jnp.zeros(len(self), self._dtype) for _ in labels]
         for square, member in zip(squares, members, strict=True):
             totals[member] = totals[member] + square
         return jax.tree.unflatten(structure, [jnp.sqrt(t) for t in totals])
 
     def leaf_norms(self) -> Any:
         """Each sample's norm of each leaf, a tree like ``params`` of (batch,)."""
-        return self._scheme.like_params([jnp.sqrt(s) for s in self._squares()])
+        return self._tree([jnp.sqrt(square) for square in self._records.squares()])
 
     def clipped_sum(self, max_norm: float) -> Any:
         """The sum of the gradients, each clipped to norm ``max_norm``.
@@ -178,14 +148,7 @@ class Samples:
           >>> samples.dots(jnp.array([3.0, 4.0]))
           Array([3., 4.], dtype=float32)
         """
-        tangents = self._trainable(direction, "dots: direction")
-        tangents = [t.astype(p.dtype) for t, p in zip(tangents, self._params, strict=True)]
-        _, moved = jax.jvp(lambda p: self._outputs(p, self._operands), (self._params,), (tangents,))
-        parts = [
-            jnp.sum((m * g.astype(m.dtype)).reshape(len(self), -1), 1)
-            for m, g in zip(moved, self._cotangents, strict=True)
-        ]
-        return sum(parts, jnp.zeros(len(self)))
+        return self._records.dots(self._leaves(direction, "dots: direction"))
 
     def gram(self, other: "Samples | None" = None) -> Any:
         """The inner products between the gradients: the empirical neural tangent kernel.
@@ -202,15 +165,10 @@ class Samples:
           Array([[1., 0.],
                  [0., 1.]], dtype=float32)
         """
-        other = self if other is None else other
-
-        def column(records: Any) -> Any:
-            grads = other._one(*records)
-            return self.dots(self._scheme.like_params(grads))
-
-        if not len(other):
-            return jnp.zeros((len(self), 0))
-        return lax.map(column, (other._operands, other._cotangents)).T
+        theirs = (self if other is None else other)._records
+        if not theirs.scheme.n_samples:
+            return jnp.zeros((len(self), 0), self._dtype)
+        return lax.map(lambda sample: self._records.dots(theirs.row(sample)), theirs.by_sample()).T
 
     def project(self, key: Any, dim: int) -> Any:
         """Random projections of the gradients that keep inner products on average.
@@ -228,14 +186,16 @@ class Samples:
         References:
           Park et al., "TRAK: Attributing Model Behavior at Scale", 2023.
         """
+        params = self._records.params
 
         def one(key: Any) -> Any:
-            keys = jax.random.split(key, len(self._params))
-            direction = [
-                jax.random.normal(k, p.shape, wide(p.dtype)) / math.sqrt(dim)
-                for k, p in zip(keys, self._params, strict=True)
-            ]
-            return self.dots(self._scheme.like_params(direction))
+            keys = jax.random.split(key, len(params))
+            return self._records.dots(
+                [
+                    jax.random.normal(k, p.shape, wide(p.dtype)) / math.sqrt(dim)
+                    for k, p in zip(keys, params, strict=True)
+                ]
+            )
 
         return lax.map(one, jax.random.split(key, dim)).T
 
@@ -260,46 +220,36 @@ class Samples:
         """
         chosen = choose_leaves(leaves, self._skeleton(), "materialize: leaves")
         index = [i for i, keep in enumerate(chosen) if keep]
-        rows = jax.vmap(lambda records: self._one(*records, index))(
-            (self._operands, self._cotangents)
-        )
+        rows = jax.vmap(lambda sample: self._records.row(sample, index))(self._records.by_sample())
         full: list[Any] = [None] * len(chosen)
         for i, row in zip(index, rows, strict=True):
             full[i] = row
-        return self._scheme.like_params(full)
+        return self._tree(full)
 
     def second_moment(self) -> Any:
         """The mean of the squares of the gradients, entry by entry, a tree like ``params``."""
-        zeros = [jnp.zeros(p.shape, wide(p.dtype)) for p in self._params]
-        if not len(self):
-            return self._scheme.like_params(zeros)
-
-        def add(total: Any, records: Any) -> Any:
-            rows = self._one(*records)
-            return [t + jnp.square(jnp.abs(r)) for t, r in zip(total, rows, strict=True)], None
-
-        records = (self._operands, self._cotangents)
-        zeros = make_varying(zeros, varying_axes(records))
-        total, _ = lax.scan(add, zeros, records)
-        return self._scheme.like_params([t / len(self) for t in total])
+        zeros = [jnp.zeros_like(total) for total in self._sum()]
+        return self._tree([s / max(1, len(self)) for s in self._squared_distances(zeros)])
 
     def variance(self) -> Any:
         """The unbiased variance of the gradients over the batch, a tree like ``params``."""
-        n = len(self)
-        mean = self._pull_back(self._operands, self._cotangents)
-        mean = [m / max(1, n) for m in mean]
+        mean = [total / max(1, len(self)) for total in self._sum()]
+        return self._tree([s / max(1, len(self) - 1) for s in self._squared_distances(mean)])
 
-        def add(total: Any, records: Any) -> Any:
-            rows = self._one(*records)
-            moved = [jnp.square(jnp.abs(r - m)) for r, m in zip(rows, mean, strict=True)]
-            return [t + d for t, d in zip(total, moved, strict=True)], None
+    def _squared_distances(self, centre: list[Any]) -> list[Any]:
+        """The sum over samples of the squares of gradient minus centre, entry by entry."""
 
-        zeros = [jnp.zeros_like(m) for m in mean]
-        if not n:
-            return self._scheme.like_params(zeros)
-        records = (self._operands, self._cotangents)
-        total, _ = lax.scan(add, make_varying(zeros, varying_axes((records, mean))), records)
-        return self._scheme.like_params([t / max(1, n - 1) for t in total])
+        def add(total: list[Any], sample: Any) -> Any:
+            rows = self._records.row(sample)
+            moved = [jnp.square(jnp.abs(r - c)) for r, c in zip(rows, centre, strict=True)]
+            return [t + m for t, m in zip(total, moved, strict=True)], None
+
+        zeros = [jnp.zeros(c.shape, jnp.abs(c).dtype) for c in centre]
+        if not len(self):
+            return zeros
+        samples = self._records.by_sample()
+        total, _ = lax.scan(add, make_varying(zeros, varying_axes((samples, centre))), samples)
+        return total
 
     def noise_scale(self) -> "NoiseScale":
         """The simple gradient noise scale: the batch size at which noise equals signal.
@@ -315,8 +265,8 @@ class Samples:
           McCandlish et al., "An Empirical Model of Large-Batch Training", 2018.
         """
         n = len(self)
-        mean = self._pull_back(self._operands, self._cotangents)
-        big = sum((jnp.sum(jnp.square(jnp.abs(m / max(1, n)))) for m in mean), jnp.zeros(()))
+        squares = [jnp.sum(jnp.square(jnp.abs(total / max(1, n)))) for total in self._sum()]
+        big = sum(squares, jnp.zeros((), self._dtype))
         small = jnp.mean(jnp.square(self.norms()))
         signal = (n * big - small) / (n - 1) if n > 1 else jnp.full((), jnp.nan)
         noise = (small - big) * n / (n - 1) if n > 1 else jnp.full((), jnp.nan)
@@ -324,92 +274,38 @@ class Samples:
 
     def explain(self) -> tuple[LeafRoad, ...]:
         """For each leaf: its road, where it is used, and why."""
-        return self._scheme.roads
+        return self._records.scheme.roads
 
-    # Below: the machinery.
+    def _sum(self) -> list[Any]:
+        return self._records.pull_back(self._records.operands, self._records.cotangents)
+
+    def _tree(self, leaves: list[Any]) -> Any:
+        return self._records.scheme.like_params(leaves)
+
+    @property
+    def _dtype(self) -> Any:
+        return norm_dtype(self._records.params)
 
     def _skeleton(self) -> Any:
-        return self._scheme.like_params(list(self._params))
+        return self._tree(list(self._records.params))
 
-    def _trainable(self, tree: Any, call: str) -> list[Any]:
-        leaves = broadcast_none(tree, self._scheme, call)
-        return [jnp.asarray(leaf) for leaf in leaves]
-
-    def _outputs(self, params: list[Any], operands: list[Any], only: Any = None) -> list[Any]:
-        level = dataclasses.replace(self._scheme.level, consts=tuple(self._consts))
-        args = [*params, *[None] * (len(level.jaxpr.invars) - len(params))]
-        found = _linear.weights(level, args)
-        pairs = list(zip(self._scheme.sites, operands, strict=True))
-        outs = []
-        for i, (site, z) in enumerate(pairs):
-            if only is not None and i not in only:
-                continue
-            if site.kind == "value":
-                u = found[site].astype(wide(found[site].dtype))
-                outs.append(jnp.broadcast_to(u, (len(self), *u.shape)))
-            else:
-                one = functools.partial(_linear.outputs, site)
-                outs.append(jax.vmap(one, in_axes=(0, None))(z, found[site]))
-        return outs
-
-    def _pull_back(self, operands: list[Any], cotangents: list[Any]) -> list[Any]:
-        wide_params = [p.astype(wide(p.dtype)) for p in self._params]
-        outs, back = jax.vjp(lambda p: self._outputs(p, operands), wide_params)[:2]
-        (grads,) = back([g.astype(o.dtype) for g, o in zip(cotangents, outs, strict=True)])
-        return grads
-
-    def _one(self, operands: Any, cotangents: Any, index: Sequence[int] | None = None) -> list[Any]:
-        """The gradient of one sample, from its records, for the leaves in ``index``."""
-        chosen = range(len(self._params)) if index is None else index
-        only = {i for i, s in enumerate(self._scheme.sites) if s.leaves & set(chosen)}
-        one = dataclasses.replace(self, _scheme=dataclasses.replace(self._scheme, n_samples=1))
-        batched = jax.tree.map(lambda x: x[None], (operands, cotangents))
-        wide_params = [p.astype(wide(p.dtype)) for p in self._params]
-
-        def outputs(leaves: list[Any]) -> list[Any]:
-            params = list(wide_params)
-            for i, leaf in zip(chosen, leaves, strict=True):
-                params[i] = leaf
-            return one._outputs(params, batched[0], only)
-
-        outs, back = jax.vjp(outputs, [wide_params[i] for i in chosen])[:2]
-        kept = [g for i, g in enumerate(batched[1]) if i in only]
-        (grads,) = back([g.astype(o.dtype) for g, o in zip(kept, outs, strict=True)])
-        return grads
-
-    def _squares(self) -> list[Any]:
-        """Each sample's squared norm of each trainable leaf."""
-        records = list(zip(self._operands, self._cotangents, strict=True))
-        exact = [i for i, road in enumerate(self._scheme.roads) if road.parts is None]
-        fast = [i for i, road in enumerate(self._scheme.roads) if road.parts is not None]
-        squares: dict[int, Any] = dict(zip(exact, self._exact_squares(exact), strict=True))
-        suspect = jnp.zeros((), bool)
-        for i in fast:
-            squares[i], lost = leaf_squares(
-                self._scheme.roads[i], self._scheme.sites, records, len(self)
+    def _leaves(self, tree: Any, call: str) -> list[Any]:
+        """The trainable leaves of a tree like ``params``, which may lack the frozen ones."""
+        frozen = self._records.scheme.is_frozen
+        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+        if len(leaves) != len(frozen):
+            raise ValueError(
+                f"{call} has the structure of params; got {len(leaves)} leaves for "
+                f"{len(frozen)}. Pass a tree like params."
             )
-            suspect |= lost
-        if any(part.gram for i in fast for part in self._scheme.roads[i].parts or ()):
-            again = lax.cond(
-                suspect,
-                lambda: self._exact_squares(fast),
-                lambda: [squares[i] for i in fast],
-            )
-            squares |= dict(zip(fast, again, strict=True))
-        return [squares[i] for i in range(len(squares))]
-
-    def _exact_squares(self, index: Sequence[int]) -> list[Any]:
-        """From the gradients themselves, some samples at a time."""
-        dtype = norm_dtype(self._params)
-
-        def one(records: Any) -> list[Any]:
-            rows = self._one(*records, index)
-            return [jnp.sum(jnp.square(jnp.abs(r))).astype(dtype) for r in rows]
-
-        if not index or not len(self):
-            return [jnp.zeros(0, dtype) for _ in index]
-        per_sample = 8 * sum(self._params[i].size for i in index)
-        return map_samples(one, (self._operands, self._cotangents), len(self), per_sample)
+        kept = [jnp.asarray(leaf) for leaf, skip in zip(leaves, frozen, strict=True) if not skip]
+        for leaf, param in zip(kept, self._records.params, strict=True):
+            if leaf.shape != param.shape:
+                raise ValueError(
+                    f"{call} has the shapes of params; got {leaf.shape} for {param.shape}. "
+                    "Pass a tree like params."
+                )
+        return kept
 
 
 class NoiseScale(NamedTuple):
@@ -423,23 +319,8 @@ class NoiseScale(NamedTuple):
     """The trace of the covariance of the per-sample gradients."""
 
 
-def _like(weights: Any, x: Any) -> Any:
-    return weights.reshape(-1, *[1] * (x.ndim - 1))
-
-
 def clip_weights(norms: Any, max_norm: Any) -> Any:
     """The factor that clips each sample to ``max_norm``; 0 where the norm is not finite."""
     finite = jnp.isfinite(norms)
     factor = jnp.minimum(1, max_norm / jnp.where(norms > 0, norms, max_norm))
     return jnp.where(finite, factor, 0)
-
-
-def broadcast_none(tree: Any, scheme: Scheme, call: str) -> list[Any]:
-    """The trainable leaves of ``tree``, which may hold ``None`` for frozen ones."""
-    full = jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
-    if len(full) != len(scheme.is_frozen):
-        raise ValueError(
-            f"{call}: it has the structure of params; got {len(full)} leaves for "
-            f"{len(scheme.is_frozen)}. Pass a tree like params."
-        )
-    return [leaf for leaf, frozen in zip(full, scheme.is_frozen, strict=True) if not frozen]

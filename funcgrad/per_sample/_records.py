@@ -1,0 +1,179 @@
+"""A batch's records and the linear maps from them: sums, rows, products."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from funcgrad.per_sample import _linear
+from funcgrad.per_sample._plan import Level, Site
+from funcgrad.per_sample._roads import LeafRoad, leaf_squares, map_samples
+from funcgrad.per_sample._sums import norm_dtype, wide
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scheme:
+    """What does not depend on numbers: the sites, and the road of each leaf."""
+
+    level: Level
+    sites: tuple[Site, ...]
+    roads: tuple[LeafRoad, ...]
+    n_samples: int
+    like_params: Callable[[list[Any]], Any]
+    is_frozen: tuple[bool, ...]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "consts", "operands", "cotangents"],
+    meta_fields=["scheme"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Records:
+    """What the backward pass handed back, one entry a site.
+
+    The sample axis stands behind the axes of the site's loops, where the pass leaves it: to
+    have it first would copy what a loop stacked.  At a value the operand is ``None``.
+    """
+
+    params: list[Any]
+    consts: list[Any]
+    operands: list[Any]
+    cotangents: list[Any]
+    scheme: Scheme
+
+    def by_sample(self) -> Any:
+        """The operands and the cotangents with the sample axis first, to be mapped over."""
+        first = [len(site.lengths) for site in self.scheme.sites]
+        return [
+            [None if x is None else jnp.moveaxis(x, n, 0) for x, n in zip(xs, first, strict=True)]
+            for xs in (self.operands, self.cotangents)
+        ]
+
+    def weighted(self, weights: Any) -> list[Any]:
+        """The weighted sum of the gradients; a weight of 0 leaves a sample out, NaN or not."""
+        kept = weights != 0
+
+        def spread(x: Any, site: Site, values: Any) -> Any:
+            return values.reshape(-1, *[1] * (x.ndim - len(site.lengths) - 1))
+
+        def blank(x: Any, site: Site) -> Any:
+            return jnp.where(spread(x, site, kept), x, jnp.zeros_like(x))
+
+        # The smaller of the two factors is scaled.
+        sides = list(zip(self.operands, self.cotangents, strict=True))
+        left = [
+            z is not None and jnp.issubdtype(z.dtype, jnp.inexact) and z.size < g.size
+            for z, g in sides
+        ]
+        smaller = [z if on_left else g for (z, g), on_left in zip(sides, left, strict=True)]
+        larger = [g if on_left else z for (z, g), on_left in zip(sides, left, strict=True)]
+        sites = self.scheme.sites
+        scaled = [
+            blank(x.astype(wide(x.dtype)) * spread(x, site, weights).astype(wide(x.dtype)), site)
+            for x, site in zip(smaller, sites, strict=True)
+        ]
+        # Zero times NaN is NaN, so what does not count is blanked in the other factor too,
+        # where there is any; not around the products, which the compiler runs worse inside
+        # a conditional.
+        larger = lax.cond(
+            jnp.all(kept),
+            lambda xs: xs,
+            lambda xs: [None if x is None else blank(x, s) for x, s in zip(xs, sites, strict=True)],
+            larger,
+        )
+        pairs = list(zip(scaled, larger, left, strict=True))
+        return self.pull_back(
+            [s if on_left else x for s, x, on_left in pairs],
+            [x if on_left else s for s, x, on_left in pairs],
+        )
+
+    def _weights(self, params: list[Any], only: Any = None) -> list[Any]:
+        """The weights at the sites, as a function of the parameters."""
+        level = dataclasses.replace(self.scheme.level, consts=tuple(self.consts))
+        args = [*params, *[None] * (len(level.jaxpr.invars) - len(params))]
+        found = _linear.weights(level, args)
+        return [
+            found[site] for i, site in enumerate(self.scheme.sites) if only is None or i in only
+        ]
+
+    def pull_back(self, operands: list[Any], cotangents: list[Any]) -> list[Any]:
+        """The sum over samples of the gradients that these records stand for."""
+        params = [p.astype(wide(p.dtype)) for p in self.params]
+        weights, back = jax.vjp(self._weights, params)[:2]
+        sites, n = self.scheme.sites, self.scheme.n_samples
+        entries = zip(sites, operands, cotangents, weights, strict=True)
+        (grads,) = back([_linear.pull_back(*e, n).astype(e[3].dtype) for e in entries])
+        return grads
+
+    def row(self, sample: Any, index: Sequence[int] | None = None) -> list[Any]:
+        """The gradient of one sample of ``by_sample``, for the leaves in ``index``."""
+        chosen = range(len(self.params)) if index is None else index
+        only = [i for i, s in enumerate(self.scheme.sites) if s.leaves & set(chosen)]
+        wide_params = [p.astype(wide(p.dtype)) for p in self.params]
+
+        def chosen_weights(leaves: list[Any]) -> list[Any]:
+            params = list(wide_params)
+            for i, leaf in zip(chosen, leaves, strict=True):
+                params[i] = leaf
+            return self._weights(params, only)
+
+        weights, back = jax.vjp(chosen_weights, [wide_params[i] for i in chosen])[:2]
+        pulled = [
+            _linear.pull_back(self.scheme.sites[i], sample[0][i], sample[1][i], w, None)
+            for i, w in zip(only, weights, strict=True)
+        ]
+        (grads,) = back([p.astype(w.dtype) for p, w in zip(pulled, weights, strict=True)])
+        return grads
+
+    def dots(self, tangents: list[Any]) -> Any:
+        """Each sample's inner product with a direction: a forward pass over the records."""
+        n = self.scheme.n_samples
+        params = [p.astype(wide(p.dtype)) for p in self.params]
+        tangents = [t.astype(p.dtype) for t, p in zip(tangents, params, strict=True)]
+        _, moved = jax.jvp(self._weights, (params,), (tangents,))
+        total = jnp.zeros(n, norm_dtype(self.params))
+        entries = zip(self.scheme.sites, self.operands, self.cotangents, moved, strict=True)
+        for site, z, g, weight in entries:
+            m = _linear.outputs(site, z, weight, n)
+            axes = tuple(d for d in range(g.ndim) if d != len(site.lengths))
+            total = total + jnp.real(jnp.sum(m * g.astype(m.dtype), axes))
+        return total
+
+    def squares(self) -> list[Any]:
+        """Each sample's squared norm of each trainable leaf."""
+        roads, n = self.scheme.roads, self.scheme.n_samples
+        exact = [i for i, road in enumerate(roads) if road.parts is None]
+        fast = [i for i, road in enumerate(roads) if road.parts is not None]
+        squares: dict[int, Any] = dict(zip(exact, self.exact_squares(exact), strict=True))
+        suspect = jnp.zeros((), bool)
+        operands, cotangents = self.by_sample()
+        records = list(zip(operands, cotangents, strict=True))
+        for i in fast:
+            squares[i], lost = leaf_squares(roads[i], self.scheme.sites, records, n)
+            suspect |= lost
+        fragile = [i for i in fast if any(part.gram for part in roads[i].parts or ())]
+        if fragile:
+            again = lax.cond(
+                suspect,
+                lambda: self.exact_squares(fragile),
+                lambda: [squares[i] for i in fragile],
+            )
+            squares |= dict(zip(fragile, again, strict=True))
+        return [squares[i] for i in range(len(squares))]
+
+    def exact_squares(self, index: Sequence[int]) -> list[Any]:
+        """From the gradients themselves, some samples at a time."""
+        dtype = norm_dtype(self.params)
+        if not index or not self.scheme.n_samples:
+            return [jnp.zeros(0, dtype) for _ in index]
+
+        def one(sample: Any) -> list[Any]:
+            return [jnp.sum(jnp.square(jnp.abs(r))).astype(dtype) for r in self.row(sample, index)]
+
+        bytes_each = 8 * sum(self.params[i].size for i in index)
+        return map_samples(one, self.by_sample(), self.scheme.n_samples, bytes_each)
