@@ -10,7 +10,9 @@ from funcgrad.per_sample import ClippedGrads as ClippedGrads
 from funcgrad.per_sample import LeafRoad as LeafRoad
 from funcgrad.per_sample import NoiseScale as NoiseScale
 from funcgrad.per_sample import PerSampleGrads as PerSampleGrads
+from funcgrad.per_sample import SampleMixingError as SampleMixingError
 from funcgrad.per_sample import Samples as Samples
 from funcgrad.per_sample import clipped_grad as clipped_grad
 from funcgrad.per_sample import per_sample as per_sample
 from funcgrad.per_sample import per_sample_grads as per_sample_grads
+from funcgrad.per_sample import per_sample_loss as per_sample_loss

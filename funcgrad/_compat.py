@@ -81,3 +81,18 @@ def reshape_rows(x: Any, n_axes: int, sizes: tuple[int, ...]) -> Any:
     spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
     spec = jax.sharding.PartitionSpec(spec[0], *[None] * (len(sizes) - 1), *spec[n_axes:])
     return jax.lax.reshape(x, shape, out_sharding=sharding.update(spec=spec))
+
+
+def gathered(tree: Any) -> Any:
+    """Leaves whose first axis may be scanned over: an explicit sharding of it is undone."""
+
+    def whole(x: Any) -> Any:
+        if not is_split(x, 0):
+            return x
+        sharding = jax.typeof(x).sharding
+        rest = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))][1:]
+        return jax.sharding.reshard(
+            x, sharding.update(spec=jax.sharding.PartitionSpec(None, *rest))
+        )
+
+    return jax.tree.map(whole, tree)

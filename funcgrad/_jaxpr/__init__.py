@@ -1,8 +1,8 @@
 """The core that every feature stands on: a function's jaxpr, read and rewritten.
 
-``trace`` makes the jaxpr of a function of pytrees, ``walk`` visits its equations
-through every nested body, ``follow`` tells what depends on what, ``rewrite`` runs it again with chosen equations replaced,
-``source_line`` finds the user's line of an equation.
+``trace`` makes the jaxpr of a function of pytrees, ``walk`` visits its equations through
+every nested body, ``follow`` tells what depends on what, ``rewrite`` runs it again with
+chosen equations replaced, ``source_line`` finds the user's line of an equation.
 """
 
 from funcgrad._jaxpr._bodies import Body as Body

@@ -39,16 +39,14 @@ def bodies(eqn: JaxprEqn) -> tuple[Body, ...]:
     prim, n_in, n_out = eqn.primitive, len(eqn.invars), len(eqn.outvars)
     params = eqn.params
 
-    def body(name: str, nested: Any, role: Role, operands: Any, results: Any) -> Body:
-        jaxpr, consts = open_jaxpr(nested)
-        return Body(name, role, jaxpr, tuple(consts), tuple(operands), tuple(results))
-
+    if not _holds_bodies(params):
+        return ()
     if prim is primitives.while_p:
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
         carry = range(n_cond + n_body, n_in)
         return (
-            body("cond", params["cond_jaxpr"], "while_cond", [*range(n_cond), *carry], [None]),
-            body(
+            _body("cond", params["cond_jaxpr"], "while_cond", [*range(n_cond), *carry], [None]),
+            _body(
                 "body",
                 params["body_jaxpr"],
                 "while_body",
@@ -58,13 +56,13 @@ def bodies(eqn: JaxprEqn) -> tuple[Body, ...]:
         )
     if prim is primitives.cond_p:
         return tuple(
-            body(f"branches[{i}]", branch, "branch", range(1, n_in), range(n_out))
+            _body(f"branches[{i}]", branch, "branch", range(1, n_in), range(n_out))
             for i, branch in enumerate(params["branches"])
         )
     if prim is primitives.scan_p:
-        return (body("body", params["jaxpr"], "scan", range(n_in), range(n_out)),)
+        return (_body("body", params["jaxpr"], "scan", range(n_in), range(n_out)),)
     if prim in _RULES:
-        return (body("primal", params["call_jaxpr"], "rule", range(n_in), range(n_out)),)
+        return (_body("primal", params["call_jaxpr"], "rule", range(n_in), range(n_out)),)
 
     found: list[Body] = []
     for key, param in params.items():
@@ -77,8 +75,20 @@ def bodies(eqn: JaxprEqn) -> tuple[Body, ...]:
             role: Role = "call" if wired else "opaque"
             operands = range(n_in) if wired else [None] * len(jaxpr.invars)
             results = range(n_out) if wired else [None] * len(jaxpr.outvars)
-            found.append(body(name, nested, role, operands, results))
+            found.append(_body(name, nested, role, operands, results))
     return tuple(found)
+
+
+def _body(name: str, nested: Any, role: Role, operands: Any, results: Any) -> Body:
+    jaxpr, consts = open_jaxpr(nested)
+    return Body(name, role, jaxpr, tuple(consts), tuple(operands), tuple(results))
+
+
+def _holds_bodies(params: dict[str, Any]) -> bool:
+    return any(
+        is_body(param) or (isinstance(param, tuple | list) and any(map(is_body, param)))
+        for param in params.values()
+    )
 
 
 def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:

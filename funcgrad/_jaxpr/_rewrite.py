@@ -29,9 +29,10 @@ def rewrite(fun: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
     ``rule(eqn)`` decides from the equation alone, and may be asked more than once; it
     returns ``None`` to keep it, or a function from its inputs to the sequence of its
     outputs.  Bodies in which nothing is replaced are run unchanged, the others are built
-    again through JAX's own ``scan``, ``cond``, ``while_loop``, ``jit``, ``checkpoint``
-    and ``shard_map``.  Custom derivative rules, and every other primitive that holds
-    programs, are kept whole, so that the derivative given is the derivative used.  Source lines, name stacks and shardings stay.
+    again through JAX's own ``scan``, ``cond``, ``while_loop``, ``jit``, ``checkpoint`` and
+    ``shard_map``.  Custom derivative rules, and every other primitive that holds programs,
+    are kept whole, so that the derivative given is the derivative used.  Source lines, name
+    stacks and shardings stay.
     """
 
     @functools.wraps(fun)

@@ -7,5 +7,7 @@ from funcgrad.per_sample._per_sample import per_sample as per_sample
 from funcgrad.per_sample._reference import PerSampleGrads as PerSampleGrads
 from funcgrad.per_sample._reference import per_sample_grads as per_sample_grads
 from funcgrad.per_sample._roads import LeafRoad as LeafRoad
+from funcgrad.per_sample._sample_axis import SampleMixingError as SampleMixingError
+from funcgrad.per_sample._sample_axis import per_sample_loss as per_sample_loss
 from funcgrad.per_sample._samples import NoiseScale as NoiseScale
 from funcgrad.per_sample._samples import Samples as Samples

@@ -16,6 +16,7 @@ from jax.extend import source_info_util
 from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, Literal, primitives
 from funcgrad.per_sample._plan import Level, Site
+from funcgrad.per_sample._roads import NormSlot, site_norm
 
 Slots = dict[Site, Any]
 
@@ -98,6 +99,8 @@ def _enters_as_weight(level: Level, index: int, position: int) -> bool:
 
 
 def _site(site: Site, operand: Any, weight: Any, slot: Any) -> Any:
+    slot_kind = slot
+
     @jax.custom_vjp
     def call(operand: Any, weight: Any, slot: Any) -> Any:
         return site.bind(operand, weight)
@@ -107,13 +110,24 @@ def _site(site: Site, operand: Any, weight: Any, slot: Any) -> Any:
 
     def backward(kept: Any, cotangent: Any) -> Any:
         operand, weight = kept
+        if isinstance(slot_kind, NormSlot):
+            norm = site_norm(site, operand, cotangent, slot_kind.gram)
+            record: Any = NormSlot(norm.astype(slot_kind.value.dtype), slot_kind.gram)
+            return _operand_cotangent(site, operand, weight, cotangent), None, record
         if not jnp.issubdtype(operand.dtype, jnp.inexact):
             return None, None, (_to_bits(operand, _record_dtype(operand.dtype)), cotangent)
-        (back,) = jax.linear_transpose(lambda z: site.bind(z, weight), operand)(cotangent)
+        back = _operand_cotangent(site, operand, weight, cotangent)
         return back, None, (operand, cotangent)
 
     call.defvjp(forward, backward)
     return call(operand, weight, slot)
+
+
+def _operand_cotangent(site: Site, operand: Any, weight: Any, cotangent: Any) -> Any:
+    if not jnp.issubdtype(operand.dtype, jnp.inexact):
+        return None
+    (back,) = jax.linear_transpose(lambda z: site.bind(z, weight), operand)(cotangent)
+    return back
 
 
 def _call(eqn: JaxprEqn, levels: list[Level], inputs: list[Any], slots: Slots) -> list[Any]:

@@ -9,17 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from funcgrad._compat import make_varying, varying_axes
-from funcgrad._trees import LeafSpec, broadcast_prefix
+from funcgrad._trees import LeafSpec
 from funcgrad.per_sample._batch import Randomness, check_chunk_size, scan_chunks
+from funcgrad.per_sample._clipping import Bounds, factored, materialized, no_samples, two_passes
+from funcgrad.per_sample._per_sample import make_scheme
 from funcgrad.per_sample._reference import Problem, prepare
-from funcgrad.per_sample._sums import (
-    add_compensated,
-    compensated_sum,
-    norm_dtype,
-    norm_slack,
-    scaled_norm,
-    wide,
-)
+from funcgrad.per_sample._sums import wide
+
+ClipRoad = Literal["auto", "gram", "direct", "materialize", "two_pass"]
 
 
 class ClippedGrads(NamedTuple):
@@ -51,6 +48,7 @@ class ClippedGrad:
     mean_over: float | int | None
     options: dict[str, Any]
     chunk_size: int | None
+    road: ClipRoad
 
     def sensitivity(self, neighbours: Literal["add_remove", "replace"] = "add_remove") -> float:
         """The largest distance, in 2-norm, between the gradients of neighbouring batches.
@@ -81,17 +79,14 @@ class ClippedGrad:
                 f"clipped_grad: mask is one boolean per sample; got {mask.dtype}{mask.shape} for "
                 f"{size} samples. Pass True for each sample that counts."
             )
-        bounds = _Bounds.over(self.max_norm, params, problem)
-        sums = [
-            (zero, zero)
-            for zero in (jnp.zeros(jnp.shape(p), wide(p.dtype)) for p in problem.trainable)
-        ]
-        outs = _empty(problem, bounds)
+        slack = (5 if self.mean_over else 3) * size
+        bounds = Bounds.over(self.max_norm, params, problem, slack)
         if size:
-            step = _step(problem, bounds, slack=(5 if self.mean_over else 3) * size)
             samples = (problem.batch.mapped, mask)
-            sums = make_varying(sums, varying_axes((samples, problem.batch.shared, params)))
+            step, sums = self._road(problem, bounds, params, samples)
             sums, outs = scan_chunks(step, sums, samples, self.chunk_size)
+        else:
+            sums, outs = _zeros(problem), no_samples(problem, bounds)
         norms, clipped, finite, values, aux = outs
         grads = [high + low for high, low in sums]
         if self.mean_over is not None:
@@ -106,83 +101,20 @@ class ClippedGrad:
             aux=aux,
         )
 
-
-@dataclasses.dataclass(frozen=True)
-class _Bounds:
-    """The groups of leaves that are clipped together, each with its bound."""
-
-    values: list[float]
-    groups: list[int]  # for each trainable leaf, the index of its bound
-    structure: Any
-
-    @staticmethod
-    def over(max_norm: Any, params: Any, problem: Problem) -> "_Bounds":
-        values, structure = jax.tree.flatten(max_norm)
-        values = [float(bound) for bound in values]
-        for bound in values:
-            if not (0 < bound < math.inf):
-                raise ValueError(
-                    f"clipped_grad: max_norm is positive and finite; got {bound}. "
-                    "For no clipping, use per_sample_grads or jax.grad."
-                )
-        indices = jax.tree.unflatten(structure, range(len(values)))
-        groups = broadcast_prefix(indices, params, "clipped_grad: max_norm")
-        kept = [g for g, frozen in zip(groups, problem.is_frozen, strict=True) if not frozen]
-        return _Bounds(values, kept, structure)
-
-    def tree(self, per_group: Any) -> Any:
-        return jax.tree.unflatten(self.structure, per_group)
+    def _road(self, problem: Problem, bounds: Bounds, params: Any, samples: Any) -> Any:
+        whole = self.chunk_size is None or self.chunk_size >= problem.batch.size
+        axes = varying_axes((samples, problem.batch.shared, params))
+        sums = make_varying(_zeros(problem), axes)
+        if self.road == "materialize":
+            return materialized(problem, bounds), sums
+        scheme = make_scheme(problem, params, "auto" if self.road == "two_pass" else self.road)
+        step = {"two_pass": two_passes}.get(self.road, factored)(problem, bounds, scheme)
+        return step, None if whole else sums
 
 
-def _empty(problem: Problem, bounds: _Bounds) -> Any:
-    _, values, aux = problem.empty()
-    none = jnp.zeros(0, bool)
-    norm = jnp.zeros(0, norm_dtype(problem.trainable))
-    n = len(bounds.values)
-    return [norm] * n, [none] * n, none, values, aux
-
-
-def _step(problem: Problem, bounds: _Bounds, slack: int) -> Callable[..., Any]:
-    """A step over chunks that adds the clipped gradients of a chunk to the sums."""
-
-    def clip_one(grads: list[Any]) -> Any:
-        grads = [g.astype(wide(g.dtype)) for g in grads]
-        members = [
-            [g for g, group in zip(grads, bounds.groups, strict=True) if group == k]
-            for k in range(len(bounds.values))
-        ]
-        norms, clipped, scalings, finites = [], [], [], []
-        for bound, leaves in zip(bounds.values, members, strict=True):
-            unit, ratio, finite = scaled_norm(leaves)
-            # Rounding must carry neither a sample nor the sum of all over the bound.
-            units = slack + norm_slack(sum(leaf.size for leaf in leaves))
-            within = bound / (1 + units * float(jnp.finfo(ratio.dtype).eps) / 2)
-            norms.append(unit * ratio)
-            clipped.append(ratio > within / unit)
-            scalings.append((unit, within / ratio))
-            finites.append(finite)
-        finite = jnp.stack(finites).all()
-
-        def contribution(g: Any, group: int) -> Any:
-            unit, factor = scalings[group]
-            return jnp.where(
-                finite, jnp.where(clipped[group], g / unit * factor, g), jnp.zeros_like(g)
-            )
-
-        kept = [contribution(g, k) for g, k in zip(grads, bounds.groups, strict=True)]
-        return kept, norms, [c & finite for c in clipped], finite
-
-    def step(sums: Any, chunk: Any) -> Any:
-        mapped, mask = chunk
-        grads, values, aux = problem.differentiate(mapped)
-        kept, norms, clipped, finite = jax.vmap(clip_one)(grads)
-        kept = [
-            jnp.where(mask.reshape(-1, *[1] * (g.ndim - 1)), g, jnp.zeros_like(g)) for g in kept
-        ]
-        sums = add_compensated(sums, [compensated_sum(g) for g in kept])
-        return sums, (norms, clipped, finite, values, aux)
-
-    return step
+def _zeros(problem: Problem) -> Any:
+    zeros = [jnp.zeros(jnp.shape(p), wide(p.dtype)) for p in problem.trainable]
+    return [(zero, zero) for zero in zeros]
 
 
 def clipped_grad(
@@ -195,6 +127,7 @@ def clipped_grad(
     chunk_size: int | None = None,
     randomness: Randomness = "different",
     frozen: LeafSpec = None,
+    road: ClipRoad = "auto",
 ) -> ClippedGrad:
     """Clip each sample's gradient to a norm, and sum.
 
@@ -229,6 +162,10 @@ def clipped_grad(
       randomness: ``"different"`` gives each sample its own key, ``"same"`` shares one.
       frozen: Leaves without a gradient, outside the norm: patterns, a predicate of
         (path, leaf), or a tree of booleans.
+      road: ``"auto"``, ``"gram"`` and ``"direct"`` keep gradients as factors (see
+        ``per_sample``); ``"materialize"`` holds a chunk's gradients in memory;
+        ``"two_pass"`` goes back twice and needs the least memory, also where the model
+        recomputes (``jax.checkpoint``).
 
     Returns:
       A ``ClippedGrad``: called with ``(params, *batch, mask=None)`` it returns
@@ -244,8 +181,10 @@ def clipped_grad(
       >>> loss = lambda w, x: w @ x
       >>> xs = jnp.array([[3.0, 4.0], [0.3, 0.4], [jnp.nan, 0.0]])
       >>> out = fg.clipped_grad(loss, max_norm=1.0)(jnp.zeros(2), xs)
-      >>> out.grads.round(4), out.norms, out.nonfinite
-      (Array([0.9, 1.2], dtype=float32), Array([5. , 0.5, nan], dtype=float32), Array(1, dtype=int32))
+      >>> out.grads.round(4), out.norms
+      (Array([0.9, 1.2], dtype=float32), Array([5. , 0.5, nan], dtype=float32))
+      >>> int(out.nonfinite)
+      1
 
     References:
       Abadi et al., "Deep Learning with Differential Privacy", 2016.
@@ -255,5 +194,10 @@ def clipped_grad(
         raise ValueError(
             f"clipped_grad: mean_over is a positive number; got {mean_over}. Pass None for the sum."
         )
-    options = dict(has_aux=has_aux, in_axes=in_axes, randomness=randomness, frozen=frozen)
-    return ClippedGrad(loss, max_norm, mean_over, options, chunk_size)
+    options = {
+        "has_aux": has_aux,
+        "in_axes": in_axes,
+        "randomness": randomness,
+        "frozen": frozen,
+    }
+    return ClippedGrad(loss, max_norm, mean_over, options, chunk_size, road)

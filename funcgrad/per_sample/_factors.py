@@ -76,8 +76,9 @@ def _blocks(x: Any, n_loops: int, stacked: Any, groups: list[list[int]]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class DenseAxes:
-    """The axes of a dot_general by their role: contracted, batch, free; operand ``z``,
-    weight ``u``, output ``y``.
+    """The axes of a dot_general by their role: contracted, batch, free.
+
+    The operand is ``z``, the weight ``u``, the output ``y``.
     """
 
     z_c: list[int]
@@ -114,7 +115,8 @@ def _dense(site: Site, operands: Any, cotangents: Any) -> Factors:
     z_c, z_b, z_f, y_b, y_z, y_u = d.z_c, d.z_b, d.z_f, d.y_b, d.y_z, d.y_u
     axes = site.layout.axes if site.layout else None
     key = None
-    if site.layout is not None and axes is not None and None not in site.layout.scanned:
+    known = site.layout is not None and len(site.layout.scanned) == sum(site.stacked)
+    if known and axes is not None and None not in site.layout.scanned:
 
         def rank(pair: Any) -> Any:
             return -1 if axes[pair[0]] is None else axes[pair[0]]

@@ -119,7 +119,7 @@ def _arrange(layout: Layout, axes: list[Any]) -> Layout:
 
 def _scaled(eqn: JaxprEqn, layout: Layout, index: int) -> Layout | None:
     other = eqn.invars[1 - index]
-    if not isinstance(other, Literal) or np.ndim(other.val) != 0:
+    if not isinstance(other, Literal) or np.ndim(other.val) != 0 or np.iscomplexobj(other.val):
         return None
     factor = float(other.val)
     factor = 1 / factor if eqn.primitive is primitives.div_p and factor else factor

@@ -6,6 +6,7 @@ of the recorded cotangent of ``y`` through that function: so sums, products with
 and single gradients are JAX's own transposes and tangents of it.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,6 +130,11 @@ def outputs(site: Site, operands: Any, weight: Any, n: int | None) -> Any:
         return weight if n is None else jnp.broadcast_to(weight, (n, *weight.shape))
     if jnp.issubdtype(operands.dtype, jnp.inexact):
         operands = operands.astype(weight.dtype)
+    if site.kind == "gather" and site.eqn is not None:
+        # What is looked up outside the weight does not come from it: 0, not the fill value.
+        site = dataclasses.replace(
+            site, eqn=site.eqn.replace(params=dict(site.eqn.params, fill_value=0))
+        )
     fun = site.bind if n is None else jax.vmap(site.bind, in_axes=(0, None))
     for stacked in reversed(site.stacked):
         fun = jax.vmap(fun, in_axes=(0, 0 if stacked else None))

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from funcgrad._compat import make_varying, open_jaxpr, varying_axes
 from funcgrad._trees import LeafSpec, keystr
 from funcgrad.per_sample import _capture
 from funcgrad.per_sample._batch import Randomness
-from funcgrad.per_sample._plan import Level, Site, plan
+from funcgrad.per_sample._plan import plan
 from funcgrad.per_sample._records import Records, Scheme
 from funcgrad.per_sample._reference import Problem, prepare
 from funcgrad.per_sample._roads import Road, leaf_roads
@@ -71,83 +71,82 @@ def per_sample(
       Networks", 2019; Li et al., "Large Language Models Can Be Strong Differentially
       Private Learners", 2022.
     """
+    if road not in get_args(Road):
+        raise ValueError(f"per_sample: road is one of {', '.join(get_args(Road))}; got {road!r}.")
 
     def run(params: Any, *args: Any) -> Samples:
         problem = prepare(
             loss, params, args, has_aux=has_aux, in_axes=in_axes, randomness=randomness,
             frozen=frozen, call="per_sample",
         )  # fmt: skip
-        return capture(problem, params, road)
+        scheme = make_scheme(problem, params, road)
+        return backward(problem, scheme, problem.batch.mapped)
 
     return run
 
 
-def capture(problem: Problem, params: Any, road: Road) -> Samples:
-    """Run the backward pass of a prepared problem."""
-    jaxpr = problem.traced.jaxpr
-    n_leaves = len(problem.trainable)
+def make_scheme(problem: Problem, params: Any, road: Road) -> Scheme:
+    """Read a prepared loss: its sites, and the road of each leaf."""
+    jaxpr, n_leaves = problem.traced.jaxpr, len(problem.trainable)
     level = plan(jaxpr, n_leaves, _SMALL if road == "auto" else 0)
     sites = tuple(level.all_sites())
+    paths = jax.tree_util.tree_leaves_with_path(params)
     names = [
         f"params{keystr(path)}"
-        for (path, _), frozen in zip(
-            jax.tree_util.tree_leaves_with_path(params), problem.is_frozen, strict=True
-        )
+        for (path, _), frozen in zip(paths, problem.is_frozen, strict=True)
         if not frozen
     ]
     avals = [var.aval for var in open_jaxpr(jaxpr)[0].invars[:n_leaves]]
-    scheme = Scheme(
-        level=dataclasses.replace(level, consts=()),
+    return Scheme(
+        level=dataclasses.replace(level, consts=()),  # they may be tracers: not for keeping
         sites=sites,
         roads=leaf_roads(sites, avals, names, road),
         n_samples=problem.batch.size,
         like_params=problem.like_params,
         is_frozen=tuple(problem.is_frozen),
     )
-    axes = varying_axes((problem.batch.mapped, problem.batch.shared))
-    local = [_refuse_derivative(leaf) for leaf in make_varying(problem.trainable, axes)]
-    values, aux, records = _backward(problem, level, sites, local)
-    operands = [
-        None if site.kind == "value" else _capture.operand_of(site, record[0])
-        for site, record in zip(sites, records, strict=True)
-    ]
-    cotangents = [
-        record if site.kind == "value" else record[1]
-        for site, record in zip(sites, records, strict=True)
-    ]
-    held = Records(local, list(level.consts), operands, cotangents, scheme)
-    return Samples(values, aux, held)
 
 
-def _backward(problem: Problem, level: Level, sites: tuple[Site, ...], params: list[Any]) -> Any:
-    slots = _capture.make_slots(sites)
-    zeros = [slots[site] for site in sites]
-
-    def one(records: list[Any], mapped: Any) -> Any:
-        args = [*params, *mapped]
-        out = _capture.run(level, args, dict(zip(sites, records, strict=True)))
-        return problem.traced.unflatten(out)
-
-    if problem.batch.size == 0:
-        _, values, aux = problem.empty()
-        records = [
-            jax.tree.map(functools.partial(_empty_axis, axis=len(site.lengths)), zero)
-            for site, zero in zip(sites, zeros, strict=True)
-        ]
-        return values, aux, records
+def backward(
+    problem: Problem, scheme: Scheme, mapped: Sequence[Any], slots: dict[int, Any] | None = None
+) -> Samples:
+    """The backward pass over samples; ``slots`` stand in for those of some sites."""
+    consts, sites = list(problem.traced.jaxpr.consts), scheme.sites
+    level = dataclasses.replace(scheme.level, consts=tuple(consts))
+    axes = varying_axes((mapped, problem.batch.shared))
+    params = [_refuse_derivative(leaf) for leaf in make_varying(problem.trainable, axes)]
     mapped = [
         _refuse_derivative(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
-        for leaf in problem.batch.mapped
+        for leaf in mapped
     ]
-    # Inside shard_map the cotangent of a value that all devices share is summed over them.
-    zeros = make_varying(zeros, varying_axes((mapped, params)))
-    backward = jax.vmap(
-        jax.value_and_grad(one, has_aux=True),
-        in_axes=(None, 0),
-        out_axes=((0, 0), [len(site.lengths) for site in sites]),
-    )
-    (values, aux), records = backward(zeros, mapped)
-    return values, aux, records
+    made = _capture.make_slots(sites)
+    zeros = [(slots or {}).get(i, made[site]) for i, site in enumerate(sites)]
+    depths = [len(site.lengths) for site in sites]
+
+    def one(records: list[Any], mapped: Any) -> Any:
+        out = _capture.run(level, [*params, *mapped], dict(zip(sites, records, strict=True)))
+        return problem.traced.unflatten(out)
+
+    n = mapped[0].shape[0]
+    if n == 0:
+        _, values, aux = problem.empty()
+        records = [
+            jax.tree.map(functools.partial(_empty_axis, axis=depth), zero)
+            for depth, zero in zip(depths, zeros, strict=True)
+        ]
+    else:
+        # Inside shard_map the cotangent of a value that all devices share is summed over them.
+        zeros = make_varying(zeros, varying_axes((mapped, params)))
+        run = jax.value_and_grad(one, has_aux=True)
+        out_axes = ((0, 0), depths)
+        (values, aux), records = jax.vmap(run, (None, 0), out_axes)(zeros, mapped)
+    pairs = [
+        (_capture.operand_of(site, r[0]), r[1]) if isinstance(r, tuple) else (None, r)
+        for site, r in zip(sites, records, strict=True)
+    ]
+    scheme = dataclasses.replace(scheme, n_samples=n)
+    held = Records(params, consts, [z for z, _ in pairs], [g for _, g in pairs], scheme)
+    return Samples(values, aux, held)
 
 
 def _empty_axis(x: Any, axis: int) -> Any:

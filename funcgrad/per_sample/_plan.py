@@ -122,7 +122,8 @@ def plan(jaxpr: Any, n_leaves: int, small: int) -> Level:
     }
     dependent = set(body.invars[n_leaves:])
     level = Level(body, tuple(consts), weights, dependent=dependent)
-    return _Reader(level, (), (), in_loop=False, small=small).read()
+    # The first output is the loss; what else comes out has no gradient.
+    return _Reader(level, (), (), in_loop=False, small=small).read(n_outputs=1)
 
 
 @dataclasses.dataclass(eq=False)
@@ -136,13 +137,13 @@ class _Reader:
     small: int
     origins: dict[Any, set[int]] = dataclasses.field(default_factory=dict)
 
-    def read(self) -> Level:
+    def read(self, n_outputs: int | None = None) -> Level:
         level = self.level
         inputs = {var: i for i, var in enumerate(level.jaxpr.invars)}
         self.origins = {var: {inputs[var]} for var in level.weights}
         for index, eqn in enumerate(level.jaxpr.eqns):
             self._equation(index, eqn)
-        for atom in level.jaxpr.outvars:
+        for atom in level.jaxpr.outvars[:n_outputs]:
             if self._is_weight(atom):
                 self._value(atom, "it is an output", None)
         return level
@@ -177,12 +178,22 @@ class _Reader:
     def _is_site(self, eqn: JaxprEqn, weights: list[int]) -> bool:
         if eqn.primitive not in _SITES or len(weights) != 1:
             return False
-        _, positions = _SITES[eqn.primitive]
-        if weights[0] not in positions or self._is_small(eqn.invars[weights[0]]):
+        kind, positions = _SITES[eqn.primitive]
+        # A convolution's own transpose, mapped over samples, is slow: never a plain value.
+        small = kind != "conv" and self._is_small(eqn.invars[weights[0]])
+        if weights[0] not in positions or small:
+            return False
+        if not self._has_factors(eqn):
             return False
         if eqn.primitive is primitives.conv_general_dilated_p:
             return eqn.params["batch_group_count"] == 1
         return True
+
+    def _has_factors(self, eqn: JaxprEqn) -> bool:
+        # The rules are written for real numbers; integers among the operands are indices.
+        inputs = eqn.invars[:1] if eqn.primitive is primitives.gather_p else eqn.invars
+        avals = [var.aval for var in (*inputs, *eqn.outvars)]
+        return all(jnp.issubdtype(aval.dtype, jnp.floating) and aval.size for aval in avals)
 
     def _is_small(self, atom: Any) -> bool:
         return atom.aval.size <= self.small and not any(self.level.weights[atom].stacked)

@@ -11,7 +11,12 @@ from jax import lax
 
 from funcgrad.per_sample import _linear
 from funcgrad.per_sample._plan import Level, Site
-from funcgrad.per_sample._roads import LeafRoad, leaf_squares, map_samples
+from funcgrad.per_sample._roads import (
+    LeafRoad,
+    has_lost_digits,
+    leaf_squares,
+    map_samples,
+)
 from funcgrad.per_sample._sums import norm_dtype, wide
 
 
@@ -46,16 +51,27 @@ class Records:
     cotangents: list[Any]
     scheme: Scheme
 
+    @property
+    def dtype(self) -> Any:
+        """The dtype of norms: float32 or wider."""
+        return norm_dtype(self.params)
+
     def by_sample(self) -> Any:
         """The operands and the cotangents with the sample axis first, to be mapped over."""
         first = [len(site.lengths) for site in self.scheme.sites]
         return [
-            [None if x is None else jnp.moveaxis(x, n, 0) for x, n in zip(xs, first, strict=True)]
+            [
+                jax.tree.map(lambda x, n=n: jnp.moveaxis(x, n, 0), x)
+                for x, n in zip(xs, first, strict=True)
+            ]
             for xs in (self.operands, self.cotangents)
         ]
 
-    def weighted(self, weights: Any) -> list[Any]:
-        """The weighted sum of the gradients; a weight of 0 leaves a sample out, NaN or not."""
+    def weighted(self, weights: Any, index: Sequence[int] | None = None) -> list[Any]:
+        """The weighted sum of the gradients; a weight of 0 leaves a sample out, NaN or not.
+
+        For the leaves in ``index`` alone, if given.
+        """
         kept = weights != 0
 
         def spread(x: Any, site: Site, values: Any) -> Any:
@@ -90,6 +106,7 @@ class Records:
         return self.pull_back(
             [s if on_left else x for s, x, on_left in pairs],
             [x if on_left else s for s, x, on_left in pairs],
+            index,
         )
 
     def _weights(self, params: list[Any], only: Any = None) -> list[Any]:
@@ -101,30 +118,32 @@ class Records:
             found[site] for i, site in enumerate(self.scheme.sites) if only is None or i in only
         ]
 
-    def pull_back(self, operands: list[Any], cotangents: list[Any]) -> list[Any]:
+    def pull_back(
+        self, operands: list[Any], cotangents: list[Any], index: Sequence[int] | None = None
+    ) -> list[Any]:
         """The sum over samples of the gradients that these records stand for."""
-        params = [p.astype(wide(p.dtype)) for p in self.params]
-        weights, back = jax.vjp(self._weights, params)[:2]
-        sites, n = self.scheme.sites, self.scheme.n_samples
-        entries = zip(sites, operands, cotangents, weights, strict=True)
-        (grads,) = back([_linear.pull_back(*e, n).astype(e[3].dtype) for e in entries])
-        return grads
+        return self._pull_back(operands, cotangents, index, self.scheme.n_samples)
 
     def row(self, sample: Any, index: Sequence[int] | None = None) -> list[Any]:
         """The gradient of one sample of ``by_sample``, for the leaves in ``index``."""
+        return self._pull_back(*sample, index, None)
+
+    def _pull_back(
+        self, operands: Any, cotangents: Any, index: Sequence[int] | None, n: int | None
+    ) -> list[Any]:
         chosen = range(len(self.params)) if index is None else index
         only = [i for i, s in enumerate(self.scheme.sites) if s.leaves & set(chosen)]
-        wide_params = [p.astype(wide(p.dtype)) for p in self.params]
+        all_params = [p.astype(wide(p.dtype)) for p in self.params]
 
         def chosen_weights(leaves: list[Any]) -> list[Any]:
-            params = list(wide_params)
+            params = list(all_params)
             for i, leaf in zip(chosen, leaves, strict=True):
                 params[i] = leaf
             return self._weights(params, only)
 
-        weights, back = jax.vjp(chosen_weights, [wide_params[i] for i in chosen])[:2]
+        weights, back = jax.vjp(chosen_weights, [all_params[i] for i in chosen])[:2]
         pulled = [
-            _linear.pull_back(self.scheme.sites[i], sample[0][i], sample[1][i], w, None)
+            _linear.pull_back(self.scheme.sites[i], operands[i], cotangents[i], w, n)
             for i, w in zip(only, weights, strict=True)
         ]
         (grads,) = back([p.astype(w.dtype) for p, w in zip(pulled, weights, strict=True)])
@@ -136,7 +155,7 @@ class Records:
         params = [p.astype(wide(p.dtype)) for p in self.params]
         tangents = [t.astype(p.dtype) for t, p in zip(tangents, params, strict=True)]
         _, moved = jax.jvp(self._weights, (params,), (tangents,))
-        total = jnp.zeros(n, norm_dtype(self.params))
+        total = jnp.zeros(n, self.dtype)
         entries = zip(self.scheme.sites, self.operands, self.cotangents, moved, strict=True)
         for site, z, g, weight in entries:
             m = _linear.outputs(site, z, weight, n)
@@ -145,30 +164,39 @@ class Records:
         return total
 
     def squares(self) -> list[Any]:
-        """Each sample's squared norm of each trainable leaf."""
+        """Each sample's squared norm of each trainable leaf; exact where digits were lost."""
+        squares, masses = self.fast_squares()
+        fragile = [i for i, road in enumerate(self.scheme.roads) if road.is_fragile]
+        if not fragile or not self.scheme.n_samples:
+            return squares
+        lost = [jnp.any(has_lost_digits(squares[i], masses[i])) for i in fragile]
+        again = lax.cond(
+            jnp.stack(lost).any(),
+            lambda: self.exact_squares(fragile),
+            lambda: [squares[i].astype(self.dtype) for i in fragile],
+        )
+        for i, square in zip(fragile, again, strict=True):
+            squares[i] = square
+        return squares
+
+    def fast_squares(self) -> tuple[list[Any], list[Any]]:
+        """The squared norms by each leaf's road, and the mass that cancelled to make them."""
         roads, n = self.scheme.roads, self.scheme.n_samples
         exact = [i for i, road in enumerate(roads) if road.parts is None]
-        fast = [i for i, road in enumerate(roads) if road.parts is not None]
-        squares: dict[int, Any] = dict(zip(exact, self.exact_squares(exact), strict=True))
-        suspect = jnp.zeros((), bool)
+        found = dict(zip(exact, self.exact_squares(exact), strict=True))
         operands, cotangents = self.by_sample()
         records = list(zip(operands, cotangents, strict=True))
-        for i in fast:
-            squares[i], lost = leaf_squares(roads[i], self.scheme.sites, records, n)
-            suspect |= lost
-        fragile = [i for i in fast if any(part.gram for part in roads[i].parts or ())]
-        if fragile:
-            again = lax.cond(
-                suspect,
-                lambda: self.exact_squares(fragile),
-                lambda: [squares[i] for i in fragile],
-            )
-            squares |= dict(zip(fragile, again, strict=True))
-        return [squares[i] for i in range(len(squares))]
+        pairs = [
+            (found[i], jnp.zeros_like(found[i]))
+            if i in found
+            else leaf_squares(road, self.scheme.sites, records, n)
+            for i, road in enumerate(roads)
+        ]
+        return [square for square, _ in pairs], [mass for _, mass in pairs]
 
     def exact_squares(self, index: Sequence[int]) -> list[Any]:
         """From the gradients themselves, some samples at a time."""
-        dtype = norm_dtype(self.params)
+        dtype = self.dtype
         if not index or not self.scheme.n_samples:
             return [jnp.zeros(0, dtype) for _ in index]
 

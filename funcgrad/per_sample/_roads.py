@@ -1,14 +1,17 @@
 """Which road each leaf's norms take, decided from shapes, and the walk along it."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from funcgrad._compat import gathered
 from funcgrad.per_sample._factors import (
     Factors,
     factors,
@@ -23,7 +26,7 @@ from funcgrad.per_sample._sums import wide
 Road = Literal["auto", "gram", "direct", "materialize"]
 
 # What the per-sample work of a chunk may hold: about what a core's cache does.
-_CHUNK_BYTES = 32 * 2**20
+_CHUNK_BYTES = 8 * 2**20
 # A Gram norm has lost too many digits when it is below this many roundings of its terms.
 _LOST = 1e5
 
@@ -60,6 +63,11 @@ class LeafRoad:
     cost: int
     why: str
     parts: tuple[Part, ...] | None
+
+    @property
+    def is_fragile(self) -> bool:
+        """Whether rounding can hurt its norms where a sample's terms cancel."""
+        return any(part.gram for part in self.parts or ())
 
     def __str__(self) -> str:
         where = "; ".join(self.sites) or "nowhere"
@@ -206,19 +214,64 @@ def _part(group: list[int], sites: Sequence[Site], road: Road) -> Part | str:
     return Part((), tuple(dense), gram and joined.sizes[1] > 1)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["gram"])
+@dataclasses.dataclass(frozen=True)
+class NormSlot:
+    """A site's slot whose cotangent is its squared norm and mass, (*loops, 2)."""
+
+    value: Any
+    gram: bool
+
+
+def norm_slots(roads: Sequence[LeafRoad], sites: Sequence[Site]) -> dict[int, NormSlot]:
+    """The sites whose norms can be taken on the way back, before their records are kept.
+
+    One site alone makes the norm of its part, and no loop adds to one weight.
+    """
+    found = {}
+    for road in roads:
+        for part in road.parts or ():
+            if part.is_value or part.rows or len(part.dense) != 1:
+                continue
+            site = sites[part.dense[0]]
+            if all(site.stacked):
+                zeros = jnp.zeros((*site.lengths, 2), wide(site.output.dtype))
+                found[part.dense[0]] = NormSlot(zeros, part.gram)
+    return found
+
+
+def site_norm(site: Site, operand: Any, cotangent: Any, gram: bool) -> Any:
+    """The squared norm and mass at a site of one sample, in one iteration of its loops."""
+    here = dataclasses.replace(site, lengths=(), stacked=())
+    f = _sample(factors(here, operand[None], cotangent[None]))
+    return jnp.stack(squared_norm(f, gram)) * _layout(site).scale ** 2
+
+
 def leaf_squares(
     road: LeafRoad, sites: Sequence[Site], records: Sequence[Any], n_samples: int
 ) -> tuple[Any, Any]:
-    """Each sample's squared norm of a leaf, and whether one of them has lost its digits."""
-    total, mass = jnp.zeros(n_samples), jnp.zeros(n_samples)
+    """Each sample's squared norm of a leaf, and the mass that cancelled to make it."""
+    dtype = functools.reduce(
+        np.promote_types,
+        [wide(sites[k].output.dtype) for p in road.parts or () for k in (*p.rows, *p.dense)],
+        np.dtype(np.float32),
+    )
+    dtype = jnp.finfo(dtype).dtype
+    total, mass = jnp.zeros(n_samples, dtype), jnp.zeros(n_samples, dtype)
     for part in road.parts or ():
         if part.is_value:
             (k,) = part.dense
             g = records[k][1]
-            square = jnp.sum(jnp.square(jnp.abs(g.astype(wide(g.dtype)))).reshape(n_samples, -1), 1)
+            square = jnp.square(jnp.abs(g.astype(wide(g.dtype))))
+            square = square.sum(tuple(range(1, square.ndim)))
             total = total + square * _layout(sites[k]).scale ** 2
             continue
         if not n_samples:
+            continue
+        if len(part.dense) == 1 and isinstance(records[part.dense[0]][1], NormSlot):
+            found = records[part.dense[0]][1].value
+            found = found.sum(tuple(range(1, found.ndim - 1)))
+            total, mass = total + found[:, 0], mass + found[:, 1]
             continue
         mine = {k: records[k] for k in (*part.rows, *part.dense)}
 
@@ -232,7 +285,12 @@ def leaf_squares(
 
         value, lost = map_samples(one, mine, n_samples, _part_bytes(part, sites))
         total, mass = total + value, mass + lost
-    return total, jnp.any(total < _LOST * float(jnp.finfo(total.dtype).eps) * mass)
+    return total, mass
+
+
+def has_lost_digits(squares: Any, mass: Any) -> Any:
+    """Where a squared norm is so far below what cancelled to make it that few digits hold."""
+    return squares < _LOST * float(jnp.finfo(squares.dtype).eps) * mass
 
 
 def _joined(group: Sequence[int], sites: Sequence[Site], records: Any) -> Factors | None:
@@ -269,4 +327,4 @@ def map_samples(fun: Callable[[Any], Any], samples: Any, n_samples: int, bytes_e
     size = max(1, _CHUNK_BYTES // max(1, bytes_each))
     if size >= n_samples:
         return jax.vmap(fun)(samples)
-    return lax.map(fun, samples, batch_size=size)
+    return lax.map(fun, gathered(samples), batch_size=size)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from funcgrad._compat import make_varying, varying_axes
+from funcgrad._compat import gathered, make_varying, varying_axes
 from funcgrad._trees import LeafSpec, broadcast_prefix, choose_leaves
 from funcgrad.per_sample._records import Records
 from funcgrad.per_sample._roads import LeafRoad
-from funcgrad.per_sample._sums import norm_dtype, wide
+from funcgrad.per_sample._sums import wide
 
 
 @functools.partial(
@@ -92,12 +92,12 @@ class Samples:
         """
         squares = self._records.squares()
         if groups is None:
-            return jnp.sqrt(sum(squares, jnp.zeros(len(self), self._dtype)))
+            return jnp.sqrt(sum(squares, jnp.zeros(len(self), self._records.dtype)))
         labels, structure = jax.tree.flatten(groups)
         numbered = jax.tree.unflatten(structure, range(len(labels)))
         members = broadcast_prefix(numbered, self._skeleton(), "norms: groups")
         members = [member for member in members if member is not None]
-        totals = [jnp.zeros(len(self), self._dtype) for _ in labels]
+        totals = [jnp.zeros(len(self), self._records.dtype) for _ in labels]
         for square, member in zip(squares, members, strict=True):
             totals[member] = totals[member] + square
         return jax.tree.unflatten(structure, [jnp.sqrt(t) for t in totals])
@@ -124,6 +124,11 @@ class Samples:
           >>> samples.clipped_sum(1.0).round(3)
           Array([0.9, 1.2], dtype=float32)
         """
+        if not isinstance(max_norm, jax.core.Tracer) and not max_norm > 0:
+            raise ValueError(
+                f"clipped_sum: max_norm is above 0; got {max_norm}. "
+                "Pass weighted_sum weights of your own for anything else."
+            )
         return self.weighted_sum(clip_weights(self.norms(), max_norm))
 
     def top(self, k: int) -> tuple[Any, Any]:
@@ -167,8 +172,11 @@ class Samples:
         """
         theirs = (self if other is None else other)._records
         if not theirs.scheme.n_samples:
-            return jnp.zeros((len(self), 0), self._dtype)
-        return lax.map(lambda sample: self._records.dots(theirs.row(sample)), theirs.by_sample()).T
+            return jnp.zeros((len(self), 0), self._records.dtype)
+        return lax.map(
+            lambda sample: self._records.dots([r.conj() for r in theirs.row(sample)]),
+            gathered(theirs.by_sample()),
+        ).T
 
     def project(self, key: Any, dim: int) -> Any:
         """Random projections of the gradients that keep inner products on average.
@@ -247,7 +255,7 @@ class Samples:
         zeros = [jnp.zeros(c.shape, jnp.abs(c).dtype) for c in centre]
         if not len(self):
             return zeros
-        samples = self._records.by_sample()
+        samples = gathered(self._records.by_sample())
         total, _ = lax.scan(add, make_varying(zeros, varying_axes((samples, centre))), samples)
         return total
 
@@ -266,7 +274,7 @@ class Samples:
         """
         n = len(self)
         squares = [jnp.sum(jnp.square(jnp.abs(total / max(1, n)))) for total in self._sum()]
-        big = sum(squares, jnp.zeros((), self._dtype))
+        big = sum(squares, jnp.zeros((), self._records.dtype))
         small = jnp.mean(jnp.square(self.norms()))
         signal = (n * big - small) / (n - 1) if n > 1 else jnp.full((), jnp.nan)
         noise = (small - big) * n / (n - 1) if n > 1 else jnp.full((), jnp.nan)
@@ -281,10 +289,6 @@ class Samples:
 
     def _tree(self, leaves: list[Any]) -> Any:
         return self._records.scheme.like_params(leaves)
-
-    @property
-    def _dtype(self) -> Any:
-        return norm_dtype(self._records.params)
 
     def _skeleton(self) -> Any:
         return self._tree(list(self._records.params))

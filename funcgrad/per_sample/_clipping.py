@@ -1,0 +1,250 @@
+"""Clip each sample and add, so that rounding keeps the bound: three roads to one sum."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from funcgrad._compat import gathered, make_varying, varying_axes
+from funcgrad._trees import broadcast_prefix
+from funcgrad.per_sample._per_sample import backward
+from funcgrad.per_sample._records import Records, Scheme
+from funcgrad.per_sample._reference import Problem
+from funcgrad.per_sample._roads import has_lost_digits, norm_slots
+from funcgrad.per_sample._sums import (
+    add_compensated,
+    compensated_sum,
+    norm_dtype,
+    norm_slack,
+    scaled_norm,
+    wide,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The groups of leaves that are clipped together, each with its bound."""
+
+    values: list[float]
+    groups: list[int]  # for each trainable leaf, the index of its bound
+    structure: Any
+    slack: int  # units of roundoff that the sum of all samples may be off by
+
+    @staticmethod
+    def over(max_norm: Any, params: Any, problem: Problem, slack: int) -> "Bounds":
+        """The bounds of ``max_norm``, a prefix of ``params``."""
+        values, structure = jax.tree.flatten(max_norm)
+        values = [float(bound) for bound in values]
+        for bound in values:
+            if not (0 < bound < math.inf):
+                raise ValueError(
+                    f"clipped_grad: max_norm is positive and finite; got {bound}. "
+                    "For no clipping, use per_sample_grads or jax.grad."
+                )
+        indices = jax.tree.unflatten(structure, range(len(values)))
+        groups = broadcast_prefix(indices, params, "clipped_grad: max_norm")
+        kept = [g for g, frozen in zip(groups, problem.is_frozen, strict=True) if not frozen]
+        return Bounds(values, kept, structure, slack)
+
+    def members(self, per_leaf: list[Any]) -> list[list[Any]]:
+        """What belongs to each group, of one thing per leaf."""
+        return [
+            [x for x, group in zip(per_leaf, self.groups, strict=True) if group == k]
+            for k in range(len(self.values))
+        ]
+
+    def index(self, k: int) -> list[int]:
+        """The leaves of group ``k``."""
+        return [i for i, group in enumerate(self.groups) if group == k]
+
+    def within(self, k: int, n_entries: int, dtype: Any) -> float:
+        """The bound to aim at, so that rounding does not carry the sum over the bound."""
+        units = self.slack + norm_slack(n_entries)
+        return self.values[k] / (1 + units * float(jnp.finfo(dtype).eps) / 2)
+
+    def tree(self, per_group: Any) -> Any:
+        """A tree like ``max_norm``."""
+        return jax.tree.unflatten(self.structure, per_group)
+
+
+# A chunk's outputs: norms and what was clipped by group, which samples are finite, values, aux.
+Chunk = tuple[list[Any], list[Any], Any, Any, Any]
+Step = Callable[[Any, Any], tuple[Any, Chunk]]
+
+
+def no_samples(problem: Problem, bounds: Bounds) -> Chunk:
+    """The outputs of an empty batch."""
+    _, values, aux = problem.empty()
+    none = jnp.zeros(0, bool)
+    norm = jnp.zeros(0, norm_dtype(problem.trainable))
+    n = len(bounds.values)
+    return [norm] * n, [none] * n, none, values, aux
+
+
+def clip_one(grads: list[Any], bounds: Bounds) -> Any:
+    """One sample's clipped gradient, its norms by group, which were clipped, if it is finite.
+
+    No norm overflows or underflows; a sample that is not finite becomes zeros.
+    """
+    grads = [g.astype(wide(g.dtype)) for g in grads]
+    norms, clipped, scalings, finites = [], [], [], []
+    for k, leaves in enumerate(bounds.members(grads)):
+        unit, ratio, finite = scaled_norm(leaves)
+        within = bounds.within(k, sum(leaf.size for leaf in leaves), ratio.dtype)
+        norms.append(unit * ratio)
+        clipped.append(ratio > within / unit)
+        scalings.append((unit, within / ratio))
+        finites.append(finite)
+    finite = jnp.stack(finites).all()
+
+    def contribution(g: Any, k: int) -> Any:
+        unit, factor = scalings[k]
+        return jnp.where(finite, jnp.where(clipped[k], g / unit * factor, g), jnp.zeros_like(g))
+
+    kept = [contribution(g, k) for g, k in zip(grads, bounds.groups, strict=True)]
+    return kept, norms, [c & finite for c in clipped], finite
+
+
+def materialized(problem: Problem, bounds: Bounds) -> Step:
+    """Every gradient of the chunk in memory."""
+
+    def step(sums: Any, chunk: Any) -> tuple[Any, Chunk]:
+        mapped, mask = chunk
+        grads, values, aux = problem.differentiate(mapped)
+        kept, norms, clipped, finite = jax.vmap(lambda g: clip_one(g, bounds))(grads)
+        kept = [
+            jnp.where(mask.reshape(-1, *[1] * (g.ndim - 1)), g, jnp.zeros_like(g)) for g in kept
+        ]
+        sums = add_compensated(sums, [compensated_sum(g) for g in kept])
+        return sums, (norms, clipped, finite, values, aux)
+
+    return step
+
+
+def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
+    """The gradients of the chunk as factors.
+
+    Where squares or products of terms cannot hold a norm (entries that are not finite or
+    whose squares overflow, terms that cancel) a branch takes the norms from the gradients.
+    """
+
+    def step(sums: Any, chunk: Any) -> tuple[Any, Chunk]:
+        mapped, mask = chunk
+        samples = backward(problem, scheme, mapped)
+        records = samples._records
+        squares, masses = records.fast_squares()
+        fast = (*_norms(squares, masses, records, bounds), jnp.ones_like(mask))
+        trouble = ~jnp.isfinite(sum(squares, jnp.zeros(())))
+        for square, mass in zip(squares, masses, strict=True):
+            trouble |= has_lost_digits(square, mass)
+        axes = varying_axes((fast, mask, trouble))
+        norms, most, finite = lax.cond(
+            jnp.any(trouble & mask),
+            lambda fast: make_varying(_norms_of_rows(records, bounds), axes),
+            lambda fast: fast,
+            make_varying(gathered(fast), axes),
+        )
+        grads, clipped = [None] * len(records.params), []
+        for k in range(len(bounds.values)):
+            index = bounds.index(k)
+            factor = _factor(most[k], k, records, bounds)
+            clipped.append((factor < 1) & finite)
+            weights = jnp.where(mask & finite, factor, 0)
+            for i, grad in zip(index, records.weighted(weights, index), strict=True):
+                grads[i] = grad
+        return _add(sums, grads), (norms, clipped, finite, samples.values, samples.aux)
+
+    return step
+
+
+def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
+    """Norms on one way back, the weighted gradient on a second: the memory of plain JAX.
+
+    No record outlives its layer, so what ``jax.checkpoint`` saves inside the model stays
+    saved.  Norms from cancelling terms are rounded up instead of taken again.
+    """
+    slots: dict[int, Any] = dict(norm_slots(scheme.roads, scheme.sites))
+
+    def step(sums: Any, chunk: Any) -> tuple[Any, Chunk]:
+        mapped, mask = chunk
+        samples = backward(problem, scheme, mapped, slots)
+        records = samples._records
+        squares, masses = records.fast_squares()
+        norms, most = _norms(squares, masses, records, bounds)
+        finite = jnp.isfinite(sum(squares, jnp.zeros(())))
+        # A sample that does not count is replaced: zero times its NaN would be NaN.
+        counts = mask & finite
+        stand_in = jnp.argmax(counts)
+        safe = [jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, x[stand_in]) for x in mapped]
+        axes = varying_axes((mapped, problem.batch.shared))
+        params = make_varying(problem.trainable, axes)
+        grads, clipped = [None] * len(params), []
+        for k in range(len(bounds.values)):
+            index = bounds.index(k)
+            factor = _factor(most[k], k, records, bounds)
+            clipped.append((factor < 1) & finite)
+            weights = jnp.where(counts, factor, 0)
+
+            def weighted(leaves: list[Any], index: Any = index, weights: Any = weights) -> Any:
+                full = list(params)
+                for i, leaf in zip(index, leaves, strict=True):
+                    full[i] = leaf
+                values, _ = jax.vmap(problem.loss, (None, 0))(full, safe)
+                return jnp.sum(values.astype(wide(values.dtype)) * weights)
+
+            for i, grad in zip(index, jax.grad(weighted)([params[i] for i in index]), strict=True):
+                grads[i] = grad.astype(wide(grad.dtype))
+        return _add(sums, grads), (norms, clipped, finite, samples.values, samples.aux)
+
+    return step
+
+
+def _norms(
+    squares: list[Any], masses: list[Any], records: Records, bounds: Bounds
+) -> tuple[list[Any], list[Any]]:
+    """For each group the norms, and the most that they may be."""
+    norms, most = [], []
+    for k in range(len(bounds.values)):
+        index = bounds.index(k)
+        zero = jnp.zeros(records.scheme.n_samples, records.dtype)
+        total = sum((squares[i] for i in index), zero)
+        mass = sum((masses[i] for i in index), zero)
+        norms.append(jnp.sqrt(total))
+        # What products of terms may have lost is counted as if it were there.
+        lost = 8 * float(jnp.finfo(total.dtype).eps) * mass
+        most.append(jnp.sqrt(jnp.maximum(total, 0) + lost))
+    return norms, most
+
+
+def _norms_of_rows(records: Records, bounds: Bounds) -> Any:
+    """The same from the gradients, scaled so that no square overflows; and if all is finite."""
+
+    def one(sample: Any) -> Any:
+        # Leaf by leaf, so that no more than one gradient is in memory.
+        found = [scaled_norm(records.row(sample, [i])) for i in range(len(records.params))]
+        norms = []
+        for group in bounds.members(found):
+            unit = jnp.stack([u for u, *_ in group] or [jnp.ones(())]).max()
+            ratios = [jnp.square(r * (u / unit)) for u, r, _ in group]
+            norms.append((unit * jnp.sqrt(sum(ratios, jnp.zeros(())))).astype(records.dtype))
+        return norms, jnp.stack([finite for *_, finite in found]).all()
+
+    norms, finite = lax.map(one, gathered(records.by_sample()))
+    return norms, norms, finite
+
+
+def _factor(most: Any, k: int, records: Records, bounds: Bounds) -> Any:
+    n_entries = sum(records.params[i].size for i in bounds.index(k))
+    within = bounds.within(k, n_entries, most.dtype)
+    return jnp.minimum(1, within / jnp.where(most > 0, most, within))
+
+
+def _add(sums: Any, grads: list[Any]) -> Any:
+    # Without chunks there is nothing to add to.
+    if sums is None:
+        return [(g, jnp.zeros((), g.dtype)) for g in grads]
+    return add_compensated(sums, [(g, jnp.zeros_like(g)) for g in grads])
