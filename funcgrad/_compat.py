@@ -4,18 +4,24 @@ Oldest supported: 0.10.2.  Newest tried: 0.12.0.  Everything here is public API
 (``jax``, ``jax.core``, ``jax.extend``); what differs is the form of the data.
 """
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.core
 import jax.extend.core as jex
 
-ClosedJaxpr: TypeAlias = jex.ClosedJaxpr
-Jaxpr: TypeAlias = jex.Jaxpr
-JaxprEqn: TypeAlias = jex.JaxprEqn
+if TYPE_CHECKING:
+    # The declared types lack what every value has, such as the shape of a variable.
+    ClosedJaxpr: TypeAlias = Any
+    Jaxpr: TypeAlias = Any
+    JaxprEqn: TypeAlias = Any
+    Primitive: TypeAlias = Any
+else:
+    ClosedJaxpr = jex.ClosedJaxpr
+    Jaxpr = jex.Jaxpr
+    JaxprEqn = jex.JaxprEqn
+    Primitive = jex.Primitive
 Literal: TypeAlias = jex.Literal
-Var: TypeAlias = jex.Var
-Primitive: TypeAlias = jex.Primitive
 primitives = jex.primitives
 
 enable_x64 = jax.enable_x64

@@ -281,3 +281,111 @@ def test_complex_gradients_are_clipped_by_their_modulus():
     out = run_clipped(loss, max_norm=1.0)(w, x)
     np.testing.assert_allclose(out.norms, 5.0)
     np.testing.assert_allclose(np.abs(out.grads), 1.0, rtol=1e-5)
+
+
+def product_of_terms(w, left, right):
+    """A loss whose gradient is the sum over terms of outer products, given as they are."""
+    return jnp.sum((left @ w) * right)
+
+
+def hostile_terms(kind, rng, n=8):
+    left, right = rng.normal(size=(n, 5, 9)), rng.normal(size=(n, 5, 7))
+    if kind == "alike":
+        left[:], right[:] = left[0], right[0]
+    if kind == "alike and large":
+        left[:], right[:] = left[0] * 10.0 ** rng.integers(-3, 3), right[0]
+    if kind == "cancelling":
+        left[:, 1], left[:, 2:] = left[:, 0], 0
+        right[:, 1] = -right[:, 0] * (1 + 10.0 ** -rng.integers(2, 8))
+    if kind == "of all sizes":
+        left *= 10.0 ** rng.integers(-12, 12, size=(n, 1, 1))
+        right *= 10.0 ** rng.integers(-12, 12, size=(n, 1, 1))
+    if kind == "not finite":
+        left[0, 0, 0] = [np.nan, np.inf, 1e30, 1e38][rng.integers(4)]
+        right[1] = 0
+    return left, right
+
+
+_terms = {
+    (road, dtype): jax.jit(
+        lambda left, right, mask, road=road: fg.clipped_grad(
+            product_of_terms, max_norm=0.7, road=road
+        )(jnp.zeros((9, 7), left.dtype), left, right, mask=mask)
+    )
+    for road in ("gram", "direct", "materialize", "two_pass")
+    for dtype in ("float32", "bfloat16")
+}
+
+
+@pytest.mark.parametrize(
+    ("road", "dtype"), [key for key in _terms if key != ("two_pass", "bfloat16")]
+)
+@given(
+    seed=st.integers(0, 2**16),
+    kind=st.sampled_from(
+        ["any", "alike", "alike and large", "cancelling", "of all sizes", "not finite"]
+    ),
+)
+def test_the_bound_holds_on_every_road_for_sums_of_terms(road, dtype, seed, kind):
+    rng = np.random.default_rng(seed)
+    left, right = (jnp.asarray(x, dtype) for x in hostile_terms(kind, rng))
+    clip = _terms[road, dtype]
+    everyone = clip(left, right, jnp.ones(8, bool)).grads
+    without = clip(left, right, jnp.arange(8) != int(rng.integers(8))).grads
+    assert np.isfinite(flat(everyone)).all()
+    assert np.linalg.norm(flat(everyone) - flat(without)) <= 0.7
+
+
+@pytest.mark.parametrize("road", ["gram", "direct", "two_pass"])
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_every_road_gives_the_sum_of_the_materialized_one(road, chunk_size):
+    params, x, y = make_net()
+    bounds = {"w": 0.5, "b": 1.0, "v": 2.0}
+    expected = run_clipped(net, max_norm=bounds, road="materialize")(params, x, y)
+    out = run_clipped(net, max_norm=bounds, road=road, chunk_size=chunk_size)(params, x, y)
+    assert_close(out.grads, expected.grads)
+    assert_close(out.norms, expected.norms)
+    assert_close(out.clip_fraction, expected.clip_fraction)
+
+
+def test_a_bad_sample_is_left_out_on_every_road():
+    params, x, y = make_net()
+    x = x.at[2].set(jnp.nan)
+    keep = jnp.arange(5) != 2
+    expected = run_clipped(net, max_norm=1.0)(params, x[keep], y[keep])
+    for road in ("gram", "direct", "two_pass", "materialize"):
+        out = run_clipped(net, max_norm=1.0, road=road)(params, x, y)
+        assert_close(out.grads, expected.grads)
+        assert out.nonfinite == 1
+        assert not np.isfinite(out.norms[2])
+
+
+def test_two_passes_refuse_what_the_model_would_add_in_low_precision():
+    params, x, y = make_net(dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"float32 or wider; got bfloat16 at .*\(net\)"):
+        fg.clipped_grad(net, max_norm=1.0, road="two_pass")(params, x, y)
+
+
+def test_two_passes_keep_what_checkpointing_saves():
+    width, depth, tokens = 32, 12, 64
+    keys = jax.random.split(jax.random.key(0), 4)
+    layers = [jax.random.normal(key, (depth, width, width)) / 6 for key in keys]
+    x = jax.random.normal(jax.random.key(1), (4, tokens, width))
+
+    @jax.checkpoint
+    def block(h, weights):
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return h
+
+    def loss(layers, x):
+        return jnp.sum(jax.lax.scan(lambda h, w: (block(h, w), None), x, layers)[0] ** 2)
+
+    def temporaries(fun):
+        return jax.jit(fun).lower(layers, x).compile().memory_analysis().temp_size_in_bytes
+
+    plain = temporaries(jax.grad(lambda w, x: jax.vmap(loss, (None, 0))(w, x).sum()))
+    two = temporaries(lambda *a: fg.clipped_grad(loss, max_norm=1.0, road="two_pass")(*a).grads)
+    one = temporaries(lambda *a: fg.clipped_grad(loss, max_norm=1.0, road="gram")(*a).grads)
+    assert two <= 1.3 * plain
+    assert one > two

@@ -167,6 +167,13 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
     No record outlives its layer, so what ``jax.checkpoint`` saves inside the model stays
     saved.  Norms from cancelling terms are rounded up instead of taken again.
     """
+    for site in scheme.sites:
+        low = [t.dtype for t in (site.output, site.var.aval) if wide(t.dtype) != t.dtype]
+        if low:
+            raise ValueError(
+                f'clipped_grad: road="two_pass" adds gradients as the model does, so they must '
+                f"be float32 or wider; got {low[0]} at {site.line}. Use another road."
+            )
     slots: dict[int, Any] = dict(norm_slots(scheme.roads, scheme.sites))
 
     def step(sums: Any, chunk: Any) -> tuple[Any, Chunk]:

@@ -114,9 +114,9 @@ def _dense(site: Site, operands: Any, cotangents: Any) -> Factors:
     d = dense_axes(site)
     z_c, z_b, z_f, y_b, y_z, y_u = d.z_c, d.z_b, d.z_f, d.y_b, d.y_z, d.y_u
     axes = site.layout.axes if site.layout else None
+    scanned = site.layout.scanned if site.layout else ()
     key = None
-    known = site.layout is not None and len(site.layout.scanned) == sum(site.stacked)
-    if known and axes is not None and None not in site.layout.scanned:
+    if axes is not None and None not in scanned and len(scanned) == sum(site.stacked):
 
         def rank(pair: Any) -> Any:
             return -1 if axes[pair[0]] is None else axes[pair[0]]
@@ -130,7 +130,7 @@ def _dense(site: Site, operands: Any, cotangents: Any) -> Factors:
             tuple(axes[u] for u, *_ in group if axes[u] is not None)
             for group in (batched, contracted, freed)
         ]
-        key = ((*site.layout.scanned, *named[0]), named[1], named[2])
+        key = ((*scanned, *named[0]), named[1], named[2])
     n = len(site.lengths)
     left = _blocks(operands, n, site.stacked, [z_b, z_f, z_c])
     right = _blocks(cotangents, n, site.stacked, [y_b, y_z, y_u])
@@ -280,10 +280,9 @@ def rows_times_dense(rows: Factors, dense: Factors) -> Any:
     """
     assert rows.key is not None
     assert dense.key is not None
+    by_rows = dense.key[1] == rows.key[1]
     rows, dense = rows.widened(), dense.widened()
-    over_rows, over_columns = (
-        (dense.left, dense.right) if dense.key[1] == rows.key[1] else (dense.right, dense.left)
-    )
+    over_rows, over_columns = (dense.left, dense.right) if by_rows else (dense.right, dense.left)
     picked = jnp.take(over_rows[0], jnp.maximum(rows.left, 0), axis=1)  # (terms, looked up)
     picked = jnp.where(rows.left >= 0, picked, 0)
     products = jnp.einsum("sj,tj->st", over_columns[0], rows.right, precision=_EXACT)

@@ -172,7 +172,9 @@ class _Reader:
             self._enter(index, eqn)
         else:
             for i in weights:
-                self._value(eqn.invars[i], f"{eqn.primitive.name} has no rule", eqn)
+                by_size = eqn.primitive in _SITES and self._is_small(eqn.invars[i])
+                why = "it is small" if by_size else f"{eqn.primitive.name} has no rule"
+                self._value(eqn.invars[i], why, eqn)
         self.level.dependent.update(eqn.outvars)
 
     def _is_site(self, eqn: JaxprEqn, weights: list[int]) -> bool:

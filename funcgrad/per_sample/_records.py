@@ -57,15 +57,19 @@ class Records:
         return norm_dtype(self.params)
 
     def by_sample(self) -> Any:
-        """The operands and the cotangents with the sample axis first, to be mapped over."""
+        """The operands and the cotangents with the sample axis first, to be mapped over.
+
+        The samples' numbers come last: something to map over where there is no site.
+        """
         first = [len(site.lengths) for site in self.scheme.sites]
-        return [
+        operands, cotangents = (
             [
                 jax.tree.map(lambda x, n=n: jnp.moveaxis(x, n, 0), x)
                 for x, n in zip(xs, first, strict=True)
             ]
             for xs in (self.operands, self.cotangents)
-        ]
+        )
+        return operands, cotangents, jnp.arange(self.scheme.n_samples)
 
     def weighted(self, weights: Any, index: Sequence[int] | None = None) -> list[Any]:
         """The weighted sum of the gradients; a weight of 0 leaves a sample out, NaN or not.
@@ -126,7 +130,8 @@ class Records:
 
     def row(self, sample: Any, index: Sequence[int] | None = None) -> list[Any]:
         """The gradient of one sample of ``by_sample``, for the leaves in ``index``."""
-        return self._pull_back(*sample, index, None)
+        operands, cotangents, _ = sample
+        return self._pull_back(operands, cotangents, index, None)
 
     def _pull_back(
         self, operands: Any, cotangents: Any, index: Sequence[int] | None, n: int | None
@@ -184,7 +189,7 @@ class Records:
         roads, n = self.scheme.roads, self.scheme.n_samples
         exact = [i for i, road in enumerate(roads) if road.parts is None]
         found = dict(zip(exact, self.exact_squares(exact), strict=True))
-        operands, cotangents = self.by_sample()
+        operands, cotangents, _ = self.by_sample()
         records = list(zip(operands, cotangents, strict=True))
         pairs = [
             (found[i], jnp.zeros_like(found[i]))

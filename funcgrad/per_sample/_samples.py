@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 
@@ -56,7 +57,7 @@ class Samples:
           >>> samples.weighted_sum(jnp.array([3.0, 4.0]))
           Array([3., 4.], dtype=float32)
         """
-        records = self._records
+        records = self._held
         weights = jnp.asarray(weights)
         if weights.shape != (len(self),):
             raise ValueError(
@@ -90,7 +91,7 @@ class Samples:
           >>> samples.norms()
           Array([5.], dtype=float32)
         """
-        squares = self._records.squares()
+        squares = self._held.squares()
         if groups is None:
             return jnp.sqrt(sum(squares, jnp.zeros(len(self), self._records.dtype)))
         labels, structure = jax.tree.flatten(groups)
@@ -104,9 +105,9 @@ class Samples:
 
     def leaf_norms(self) -> Any:
         """Each sample's norm of each leaf, a tree like ``params`` of (batch,)."""
-        return self._tree([jnp.sqrt(square) for square in self._records.squares()])
+        return self._tree([jnp.sqrt(square) for square in self._held.squares()])
 
-    def clipped_sum(self, max_norm: float) -> Any:
+    def clipped_sum(self, max_norm: Any) -> Any:
         """The sum of the gradients, each clipped to norm ``max_norm``.
 
         A sample whose norm is not finite contributes nothing.  For the guarantee in floating
@@ -121,8 +122,8 @@ class Samples:
         Example:
           >>> xs = jnp.array([[3.0, 4.0], [0.3, 0.4]])
           >>> samples = fg.per_sample(lambda w, x: w @ x)(jnp.ones(2), xs)
-          >>> samples.clipped_sum(1.0).round(3)
-          Array([0.9, 1.2], dtype=float32)
+          >>> [round(float(g), 3) for g in samples.clipped_sum(1.0)]
+          [0.9, 1.2]
         """
         if not isinstance(max_norm, jax.core.Tracer) and not max_norm > 0:
             raise ValueError(
@@ -153,7 +154,7 @@ class Samples:
           >>> samples.dots(jnp.array([3.0, 4.0]))
           Array([3., 4.], dtype=float32)
         """
-        return self._records.dots(self._leaves(direction, "dots: direction"))
+        return self._held.dots(self._leaves(direction, "dots: direction"))
 
     def gram(self, other: "Samples | None" = None) -> Any:
         """The inner products between the gradients: the empirical neural tangent kernel.
@@ -170,11 +171,11 @@ class Samples:
           Array([[1., 0.],
                  [0., 1.]], dtype=float32)
         """
-        theirs = (self if other is None else other)._records
+        theirs = (self if other is None else other)._held
         if not theirs.scheme.n_samples:
             return jnp.zeros((len(self), 0), self._records.dtype)
         return lax.map(
-            lambda sample: self._records.dots([r.conj() for r in theirs.row(sample)]),
+            lambda sample: self._held.dots([r.conj() for r in theirs.row(sample)]),
             gathered(theirs.by_sample()),
         ).T
 
@@ -198,7 +199,7 @@ class Samples:
 
         def one(key: Any) -> Any:
             keys = jax.random.split(key, len(params))
-            return self._records.dots(
+            return self._held.dots(
                 [
                     jax.random.normal(k, p.shape, wide(p.dtype)) / math.sqrt(dim)
                     for k, p in zip(keys, params, strict=True)
@@ -228,7 +229,7 @@ class Samples:
         """
         chosen = choose_leaves(leaves, self._skeleton(), "materialize: leaves")
         index = [i for i, keep in enumerate(chosen) if keep]
-        rows = jax.vmap(lambda sample: self._records.row(sample, index))(self._records.by_sample())
+        rows = jax.vmap(lambda sample: self._held.row(sample, index))(self._held.by_sample())
         full: list[Any] = [None] * len(chosen)
         for i, row in zip(index, rows, strict=True):
             full[i] = row
@@ -248,14 +249,14 @@ class Samples:
         """The sum over samples of the squares of gradient minus centre, entry by entry."""
 
         def add(total: list[Any], sample: Any) -> Any:
-            rows = self._records.row(sample)
+            rows = self._held.row(sample)
             moved = [jnp.square(jnp.abs(r - c)) for r, c in zip(rows, centre, strict=True)]
             return [t + m for t, m in zip(total, moved, strict=True)], None
 
         zeros = [jnp.zeros(c.shape, jnp.abs(c).dtype) for c in centre]
         if not len(self):
             return zeros
-        samples = gathered(self._records.by_sample())
+        samples = gathered(self._held.by_sample())
         total, _ = lax.scan(add, make_varying(zeros, varying_axes((samples, centre))), samples)
         return total
 
@@ -284,8 +285,18 @@ class Samples:
         """For each leaf: its road, where it is used, and why."""
         return self._records.scheme.roads
 
+    @property
+    def _held(self) -> Records:
+        if jnp.shape(self.values) != (len(self),):
+            raise ValueError(
+                f"Samples: their arrays are those of one batch of {len(self)} samples; got "
+                f"values of shape {jnp.shape(self.values)}, stacked by vmap or scan. Call the "
+                "methods inside, or under another vmap."
+            )
+        return self._records
+
     def _sum(self) -> list[Any]:
-        return self._records.pull_back(self._records.operands, self._records.cotangents)
+        return self._held.pull_back(self._records.operands, self._records.cotangents)
 
     def _tree(self, leaves: list[Any]) -> Any:
         return self._records.scheme.like_params(leaves)
