@@ -367,7 +367,7 @@ def test_two_passes_refuse_what_the_model_would_add_in_low_precision():
 
 
 def test_two_passes_keep_what_checkpointing_saves():
-    width, depth, tokens = 32, 12, 64
+    width, depth, tokens = 32, 12, 256
     keys = jax.random.split(jax.random.key(0), 4)
     layers = [jax.random.normal(key, (depth, width, width)) / 6 for key in keys]
     x = jax.random.normal(jax.random.key(1), (4, tokens, width))
