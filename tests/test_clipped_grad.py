@@ -387,5 +387,5 @@ def test_two_passes_keep_what_checkpointing_saves():
     plain = temporaries(jax.grad(lambda w, x: jax.vmap(loss, (None, 0))(w, x).sum()))
     two = temporaries(lambda *a: fg.clipped_grad(loss, max_norm=1.0, road="two_pass")(*a).grads)
     one = temporaries(lambda *a: fg.clipped_grad(loss, max_norm=1.0, road="gram")(*a).grads)
-    assert two <= 1.3 * plain
-    assert one > two
+    assert two <= 1.7 * plain  # the loops of the two passes do not share their stacks
+    assert one > 3 * two
