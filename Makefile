@@ -45,7 +45,7 @@ format: $(VENV)/.installed ## let ruff fix and format
 
 clean: ## remove the environments and all that is generated
 	rm -rf $(VENV) $(NEWEST_VENV) build dist funcgrad-demo funcgrad-bench
-	rm -rf .pytest_cache .ruff_cache .hypothesis
+	rm -rf .pytest_cache .ruff_cache .hypothesis examples/_out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Dependency groups need pip 25.1, newer than the one that Python 3.11 brings.

@@ -108,6 +108,15 @@ class Level:
         nested = [level.all_sites() for levels in self.entered.values() for level in levels]
         return [*self.sites.values(), *self.values.values(), *(s for n in nested for s in n)]
 
+    def has_preamble_of(self, primitive: Any) -> bool:
+        """Whether a weight is computed with ``primitive``, at any depth."""
+        programs = [body.jaxpr for eqn in self.preamble for body in bodies(eqn)]
+        return (
+            any(eqn.primitive is primitive for eqn in self.preamble)
+            or any(v.eqn.primitive is primitive for p in programs for v in _jaxpr.walk(p))
+            or any(n.has_preamble_of(primitive) for ns in self.entered.values() for n in ns)
+        )
+
 
 def plan(jaxpr: Any, n_leaves: int, small: int) -> Level:
     """Read ``jaxpr``, whose first ``n_leaves`` inputs are the parameters.

@@ -1,0 +1,6 @@
+"""Benchmarks: several ways to the same numbers, measured in turns, each with its error."""
+
+from funcgrad.bench._measure import Machine, Measurement, Timing, measure
+from funcgrad.bench._report import TASKS, run
+
+__all__ = ["TASKS", "Machine", "Measurement", "Timing", "measure", "run"]

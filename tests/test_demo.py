@@ -1,0 +1,140 @@
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+from scipy.stats import norm
+
+from funcgrad import _demo
+from funcgrad._demo import _digits, _run, _training
+from funcgrad._demo._training import Recipe, Sampling
+
+
+@pytest.fixture
+def console():
+    return Console(record=True, width=100, force_terminal=False)
+
+
+@pytest.fixture
+def fast_compiler():
+    """Compile sooner to slower code, where nothing but the compiler takes time."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def test_quick_demo_writes_pictures_and_figures(console, tmp_path, fast_compiler):
+    out = tmp_path / "new"
+    assert _demo.run(out, quick=True, console=console) == 0
+    for picture in ("training.png", "largest_gradients.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    figures = json.loads((out / "demo.json").read_text())
+    assert set(figures) == {
+        "quick", "machine", "roads", "training", "largest_gradients", "parity", "seconds",
+    }  # fmt: skip
+    assert figures["training"]["epsilon"] > 0
+    assert all(timing["sum_error"] < 1e-3 for timing in figures["roads"]["timings"])
+    norms = [digit["norm"] for digit in figures["largest_gradients"]]
+    assert norms == sorted(norms, reverse=True)
+    assert figures["parity"]["fail"] == 0
+    text = console.export_text()
+    assert "one digit added or removed" in text and "Poisson" in text
+
+
+def test_demo_says_so_where_torch_is_absent(console, tmp_path, monkeypatch):
+    find_spec = _run.importlib.util.find_spec
+    monkeypatch.setattr(
+        _run.importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
+    )
+    status, counts = _run._show_parity(tmp_path, True, console)
+    assert status == 0 and counts["fail"] == counts["pass"] == 0
+    assert "torch is not installed" in console.export_text()
+
+
+def test_padded_batch_is_never_exceeded_but_for_a_negligible_chance():
+    sampling = Sampling.of(Recipe(), 1437)
+    assert 256 < sampling.capacity < 1437
+    assert 0 <= sampling.overflow <= 1e-9
+    assert sampling.rate * sampling.n_samples == 256
+
+
+def test_draw_takes_each_sample_by_its_own_coin():
+    sampling = Sampling(n_samples=50, rate=0.3, capacity=50, overflow=0.0)
+    rng = np.random.default_rng(0)
+    counts, sizes = np.zeros(50), []
+    for _ in range(2000):
+        places, mask = sampling.draw(rng)
+        assert places.shape == mask.shape == (50,)
+        drawn = places[mask]
+        assert len(set(drawn.tolist())) == len(drawn)
+        counts[drawn] += 1
+        sizes.append(len(drawn))
+    # Five standard deviations of a binomial share; the sizes vary as sums of coins do.
+    assert np.abs(counts / 2000 - 0.3).max() < 5 * math.sqrt(0.3 * 0.7 / 2000)
+    assert np.var(sizes) == pytest.approx(50 * 0.3 * 0.7, rel=0.2)
+
+
+def test_draw_refuses_a_batch_beyond_its_padded_size():
+    sampling = Sampling(n_samples=100, rate=0.5, capacity=8, overflow=1.0)
+    with pytest.raises(RuntimeError, match=r"a batch fits its padded size; got \d+ samples for 8"):
+        sampling.draw(np.random.default_rng(0))
+
+
+def test_epsilon_of_one_step_on_all_data_is_the_gaussian_mechanisms():
+    recipe = Recipe(steps=1, expected_batch=1000, noise_multiplier=2.0, delta=1e-4)
+    sampling = Sampling.of(recipe, 1000)
+    assert sampling.rate == 1
+    epsilon = _training.epsilon(recipe, sampling)
+    # Balle and Wang, 2018; the accountant rounds losses up to a grid of 1e-4.
+    s = recipe.noise_multiplier
+    delta = norm.cdf(0.5 / s - epsilon * s) - math.exp(epsilon) * norm.cdf(-0.5 / s - epsilon * s)
+    assert delta == pytest.approx(recipe.delta, rel=1e-2) and delta <= recipe.delta
+
+
+def test_more_noise_and_fewer_steps_are_more_private():
+    def epsilon(**changes):
+        recipe = Recipe(**changes)
+        return _training.epsilon(recipe, Sampling.of(recipe, 1437))
+
+    usual = epsilon()
+    assert epsilon(noise_multiplier=6.0) < usual and epsilon(steps=50) < usual
+
+
+def test_noise_of_an_empty_batch_has_the_deviation_that_epsilon_is_computed_for(monkeypatch):
+    monkeypatch.setattr(_digits, "loss", lambda w, x, y: x @ w)  # which compiles sooner
+    recipe = Recipe(noise_multiplier=3.0, max_norm=0.5, expected_batch=16)
+    w, xs, ys = jnp.zeros(10_000), jnp.ones((2, 10_000)), jnp.zeros(2)
+    gradient = jax.jit(_training._noised_gradient(recipe))
+    entries = np.asarray(gradient(w, xs, ys, jnp.zeros(2, bool), jax.random.key(0)))
+    # The deviation of 10,000 draws is within 4% but for one seed in ten thousand.
+    assert entries.std() == pytest.approx(3.0 * 0.5 / 16, rel=0.04)
+    assert abs(entries.mean()) < 5 * entries.std() / math.sqrt(entries.size)
+
+
+def test_gradient_without_privacy_ignores_padding():
+    recipe = Recipe(expected_batch=2)
+    params = _digits.new_params(0)
+    images = jax.random.uniform(jax.random.key(0), (3, 8, 8, 1))
+    labels = jnp.array([1, 2, 3])
+    gradient = jax.jit(_training._mean_gradient(recipe))
+    got = gradient(params, images, labels, jnp.array([True, True, False]), jax.random.key(0))
+    two = jax.jit(jax.grad(_digits.loss_of_batch))(params, images[:2], labels[:2])
+    expected = jax.tree.map(lambda g: g / 2, two)
+    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, atol=1e-6), got, expected))
+
+
+def test_data_are_split_without_overlap_and_norms_equal_the_loop():
+    train, test = _digits.load()
+    assert (len(train), len(test)) == (1437, 360)
+    assert not set(train.places.tolist()) & set(test.places.tolist())
+    params = _digits.new_params(0)
+    images, labels = train.images[:3], train.labels[:3]
+    norms = _digits.gradient_norms(params, images, labels)
+    grad = jax.jit(jax.grad(_digits.loss))
+    for i in range(3):
+        grads = jax.tree.leaves(grad(params, images[i], labels[i]))
+        assert norms[i] == pytest.approx(float(jnp.sqrt(sum((g**2).sum() for g in grads))), 1e-5)
