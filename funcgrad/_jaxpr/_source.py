@@ -15,9 +15,14 @@ _PACKAGE = str(pathlib.Path(__file__).parent.parent)
 # A layer's own lines say little: the user's line is the one that called the library.
 _LIBRARIES = tuple(
     str(pathlib.Path(spec.origin).parent)
-    for spec in map(importlib.util.find_spec, ("flax", "optax", "equinox", "haiku"))
+    for spec in map(
+        importlib.util.find_spec,
+        ("flax", "optax", "equinox", "haiku", "jaxtyping", "beartype"),
+    )
     if spec and spec.origin
 )
+# These rooms use the rest of the package as anyone would: their lines are a user's lines.
+_USERS = tuple(f"{_PACKAGE}/{room}/" for room in ("parity", "bench", "_demo"))
 _FRAME = re.compile(r"^(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)$")
 
 
@@ -60,6 +65,6 @@ def _own_line(eqn: JaxprEqn) -> SourceLine | None:
     frames.reverse()  # innermost first
     for skipped in ((_PACKAGE, *_LIBRARIES), (_PACKAGE,), ()):
         for frame in frames:
-            if not frame.file.startswith(skipped):
+            if frame.file.startswith(_USERS) or not frame.file.startswith(skipped):
                 return frame
     return None
