@@ -248,6 +248,23 @@ def test_memory_follows_the_chunk_and_not_the_batch():
     assert temporaries(64) <= 1.2 * temporaries(8) + 64 * 500
 
 
+@pytest.mark.parametrize("road", ["auto", "materialize"])
+def test_an_automatic_chunk_keeps_to_the_budget_and_to_the_sum(road):
+    params, x, y = make_net(n=64)
+
+    def run(budget):
+        fun = fg.clipped_grad(net, max_norm=1.0, chunk_size="auto", memory_budget=budget, road=road)
+        compiled = jax.jit(fun).lower(params, x, y).compile()
+        return compiled(params, x, y).grads, compiled.memory_analysis().temp_size_in_bytes
+
+    small, small_bytes = run(1)
+    large, large_bytes = run(2**30)
+    assert_close(small, large)
+    assert small_bytes < large_bytes
+    with pytest.raises(ValueError, match="memory_budget is a positive number of bytes"):
+        run(0)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_a_sharded_batch_gives_the_sum_of_one_device(chunk_size, kind):

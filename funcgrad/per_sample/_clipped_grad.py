@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from funcgrad._compat import make_varying, varying_axes
 from funcgrad._trees import LeafSpec
 from funcgrad.per_sample._batch import Randomness, check_chunk_size, scan_chunks
-from funcgrad.per_sample._clipping import Bounds, factored, materialized, no_samples, two_passes
+from funcgrad.per_sample._clipping import (
+    Bounds,
+    Step,
+    factored,
+    materialized,
+    no_samples,
+    two_passes,
+)
 from funcgrad.per_sample._per_sample import make_scheme
 from funcgrad.per_sample._reference import Problem, prepare
 from funcgrad.per_sample._sums import wide
@@ -47,7 +54,8 @@ class ClippedGrad:
     max_norm: Any
     mean_over: float | int | None
     options: dict[str, Any]
-    chunk_size: int | None
+    chunk_size: int | None | Literal["auto"]
+    memory_budget: int
     road: ClipRoad
 
     def sensitivity(self, neighbours: Literal["add_remove", "replace"] = "add_remove") -> float:
@@ -83,8 +91,12 @@ class ClippedGrad:
         bounds = Bounds.over(self.max_norm, params, problem, slack)
         if size:
             samples = (problem.batch.mapped, mask)
-            step, sums = self._road(problem, bounds, params, samples)
-            sums, outs = scan_chunks(step, sums, samples, self.chunk_size)
+            step, chunk_size = self._road(problem, bounds, params)
+            sums = None
+            if chunk_size < size or self.road == "materialize":
+                axes = varying_axes((samples, problem.batch.shared, params))
+                sums = make_varying(_zeros(problem), axes)
+            sums, outs = scan_chunks(step, sums, samples, chunk_size)
         else:
             sums, outs = _zeros(problem), no_samples(problem, bounds)
         norms, clipped, finite, values, aux = outs
@@ -101,15 +113,19 @@ class ClippedGrad:
             aux=aux,
         )
 
-    def _road(self, problem: Problem, bounds: Bounds, params: Any, samples: Any) -> Any:
-        whole = self.chunk_size is None or self.chunk_size >= problem.batch.size
-        axes = varying_axes((samples, problem.batch.shared, params))
-        sums = make_varying(_zeros(problem), axes)
+    def _road(self, problem: Problem, bounds: Bounds, params: Any) -> tuple[Step, int]:
+        """The step over chunks, and how many samples a chunk has."""
         if self.road == "materialize":
-            return materialized(problem, bounds), sums
-        scheme = make_scheme(problem, params, "auto" if self.road == "two_pass" else self.road)
-        step = {"two_pass": two_passes}.get(self.road, factored)(problem, bounds, scheme)
-        return step, None if whole else sums
+            step = materialized(problem, bounds)
+            bytes_each = 3 * sum(p.size * wide(p.dtype).itemsize for p in problem.trainable)
+        else:
+            road = "auto" if self.road == "two_pass" else self.road
+            scheme = make_scheme(problem, params, road)
+            make = two_passes if self.road == "two_pass" else factored
+            step, bytes_each = make(problem, bounds, scheme), scheme.bytes_each
+        if self.chunk_size == "auto":
+            return step, max(1, self.memory_budget // max(1, bytes_each))
+        return step, self.chunk_size or problem.batch.size
 
 
 def _zeros(problem: Problem) -> Any:
@@ -124,7 +140,8 @@ def clipped_grad(
     mean_over: float | int | None = None,
     has_aux: bool = False,
     in_axes: Any = 0,
-    chunk_size: int | None = None,
+    chunk_size: int | None | Literal["auto"] = None,
+    memory_budget: int = 2**30,
     randomness: Randomness = "different",
     frozen: LeafSpec = None,
     road: ClipRoad = "auto",
@@ -160,7 +177,9 @@ def clipped_grad(
       mean_over: Divide the sum by this fixed number, such as the expected batch size.
       has_aux: Whether ``loss`` returns a pair.
       in_axes: The sample axis of the arguments after ``params``, as in ``jax.vmap``.
-      chunk_size: Samples to differentiate at a time; memory follows it.
+      chunk_size: Samples to differentiate at a time; memory follows it.  ``"auto"`` takes as
+        many as ``memory_budget`` holds.
+      memory_budget: Bytes for what is kept of the samples of a chunk, with ``"auto"``.
       randomness: ``"different"`` gives each sample its own key, ``"same"`` shares one.
       frozen: Leaves without a gradient, outside the norm: patterns, a predicate of
         (path, leaf), or a tree of booleans.
@@ -176,8 +195,8 @@ def clipped_grad(
     Raises:
       TypeError: A leaf to differentiate is not floating, or the loss is not a real scalar.
       ValueError: A bound is not positive and finite or its tree is no prefix of
-        ``params``; ``mean_over`` is not positive; ``mask`` is not one boolean per sample;
-        ``road="two_pass"`` meets values of less than float32;
+        ``params``; ``mean_over`` or ``memory_budget`` is not positive; ``mask`` is not one
+        boolean per sample; ``road="two_pass"`` meets values of less than float32;
         or as ``per_sample_grads``.
 
     Example:
@@ -192,7 +211,13 @@ def clipped_grad(
     References:
       Abadi et al., "Deep Learning with Differential Privacy", 2016.
     """
-    check_chunk_size(chunk_size, "clipped_grad")
+    if chunk_size != "auto":
+        check_chunk_size(chunk_size, "clipped_grad")
+    if memory_budget <= 0:
+        raise ValueError(
+            f"clipped_grad: memory_budget is a positive number of bytes; got {memory_budget}. "
+            'It is read with chunk_size="auto".'
+        )
     if mean_over is not None and not 0 < mean_over < math.inf:
         raise ValueError(
             f"clipped_grad: mean_over is a positive number; got {mean_over}. Pass None for the sum."
@@ -203,4 +228,4 @@ def clipped_grad(
         "randomness": randomness,
         "frozen": frozen,
     }
-    return ClippedGrad(loss, max_norm, mean_over, options, chunk_size, road)
+    return ClippedGrad(loss, max_norm, mean_over, options, chunk_size, memory_budget, road)

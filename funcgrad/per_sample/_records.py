@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from funcgrad._compat import primitives
 from funcgrad.per_sample import _linear
 from funcgrad.per_sample._plan import Level, Site
 from funcgrad.per_sample._roads import (
@@ -30,6 +32,17 @@ class Scheme:
     n_samples: int
     like_params: Callable[[list[Any]], Any]
     is_frozen: tuple[bool, ...]
+
+    @property
+    def bytes_each(self) -> int:
+        """About what one sample keeps: its records, and a scaled copy of the smaller factor."""
+        total = 0
+        for site in self.sites:
+            sizes = [
+                a.size * a.dtype.itemsize for a in (site.operand, site.output) if a is not None
+            ]
+            total += math.prod(site.lengths) * (sum(sizes) + min(sizes))
+        return total
 
 
 @functools.partial(
@@ -159,7 +172,7 @@ class Records:
         n = self.scheme.n_samples
         params = [p.astype(wide(p.dtype)) for p in self.params]
         tangents = [t.astype(p.dtype) for t, p in zip(tangents, params, strict=True)]
-        _, moved = jax.jvp(self._weights, (params,), (tangents,))
+        moved = self._moved(params, tangents)
         total = jnp.zeros(n, self.dtype)
         entries = zip(self.scheme.sites, self.operands, self.cotangents, moved, strict=True)
         for site, z, g, weight in entries:
@@ -167,6 +180,15 @@ class Records:
             axes = tuple(d for d in range(g.ndim) if d != len(site.lengths))
             total = total + jnp.real(jnp.sum(m * g.astype(m.dtype), axes))
         return total
+
+    def _moved(self, params: list[Any], tangents: list[Any]) -> list[Any]:
+        """The tangents of the weights at the sites."""
+        if not self.scheme.level.has_preamble_of(primitives.custom_vjp_call_p):
+            return jax.jvp(self._weights, (params,), (tangents,))[1]
+        # A custom_vjp has no tangents of its own; those that its gradient stands for.
+        weights, back = jax.vjp(self._weights, params)[:2]
+        (moved,) = jax.linear_transpose(lambda g: back(g)[0], weights)(tangents)
+        return moved
 
     def squares(self) -> list[Any]:
         """Each sample's squared norm of each trainable leaf; exact where digits were lost."""

@@ -371,6 +371,96 @@ def clipped_grad():
 
 
 @row(
+    "transforms.per_sample_norms",
+    concept="per-sample gradient norms",
+    torch="norms of vmap(grad(loss))(params, x, y)",
+    here="fg.per_sample(loss)(params, x, y).norms()",
+    needs=("per_sample",),
+    note="No gradient is formed: the factors of each layer, one backward pass.",
+)
+def per_sample_norms():
+    """A shared weight counts once, with the cross term of its two uses."""
+    import torch
+
+    import funcgrad as fg
+
+    params = {"w": torch.randn(4, 4), "v": torch.randn(4)}
+    x, y = torch.randn(5, 4), torch.randn(5)
+
+    def theirs(p, x, y):
+        return (torch.tanh(torch.tanh(x @ p["w"]) @ p["w"]) @ p["v"] - y) ** 2
+
+    each = torch.vmap(torch.func.grad(theirs), (None, 0, 0))(params, x, y)
+    norms = {name: each[name].flatten(1).norm(dim=1) for name in each}
+
+    def ours(p, x, y):
+        return (jnp.tanh(jnp.tanh(x @ p["w"]) @ p["w"]) @ p["v"] - y) ** 2
+
+    arrays = jax.tree.map(lambda t: jnp.asarray(t.numpy()), (params, x, y))
+    samples = jax.jit(fg.per_sample(ours))(*arrays)
+    by_leaf = samples.leaf_norms()
+
+    return agree(
+        norms=(torch.hypot(norms["w"], norms["v"]), samples.norms()),
+        w=(norms["w"], by_leaf["w"]),
+        v=(norms["v"], by_leaf["v"]),
+    )
+
+
+@row(
+    "transforms.per_sample_sums",
+    concept="weighted and clipped sums of per-sample gradients",
+    torch="torch.einsum('n,n...->...', weights, grads)",
+    here="samples.weighted_sum(weights); samples.clipped_sum(1.0)",
+    needs=("per_sample",),
+    note="One product per layer: the weights scale a factor of it.",
+)
+def per_sample_sums():
+    """Five samples of a linear layer, with weights of either sign, and clipped."""
+    import torch
+
+    import funcgrad as fg
+
+    w, x, weights = torch.randn(3, 4), torch.randn(5, 3), torch.randn(5)
+    each = torch.vmap(torch.func.grad(lambda w, x: torch.tanh(x @ w).sum()), (None, 0))(w, x)
+    factors = (1 / each.flatten(1).norm(dim=1)).clamp(max=1)
+    theirs = [torch.einsum("n,n...->...", scale, each) for scale in (weights, factors)]
+
+    w, x, weights = (jnp.asarray(t.numpy()) for t in (w, x, weights))
+    samples = fg.per_sample(lambda w, x: jnp.tanh(x @ w).sum())(w, x)
+
+    return agree(
+        weighted=(theirs[0], samples.weighted_sum(weights)),
+        clipped=(theirs[1], samples.clipped_sum(1.0)),
+    )
+
+
+@row(
+    "transforms.per_sample_products",
+    concept="inner products of per-sample gradients",
+    torch="grads @ direction, grads @ grads.T",
+    here="samples.dots(direction), samples.gram()",
+    needs=("per_sample",),
+    note="Influence and the empirical neural tangent kernel, from the factors.",
+)
+def per_sample_products():
+    """Five samples of a linear layer, with a direction and with one another."""
+    import torch
+
+    import funcgrad as fg
+
+    w, x, direction = torch.randn(3, 4), torch.randn(5, 3), torch.randn(3, 4)
+    each = torch.vmap(torch.func.grad(lambda w, x: torch.tanh(x @ w).sum()), (None, 0))(w, x)
+    each = each.flatten(1)
+    theirs = each @ direction.flatten(), each @ each.T
+
+    w, x, direction = (jnp.asarray(t.numpy()) for t in (w, x, direction))
+    samples = fg.per_sample(lambda w, x: jnp.tanh(x @ w).sum())(w, x)
+
+    return agree(dots=(theirs[0], samples.dots(direction)), gram=(theirs[1], samples.gram()))
+
+
+@row(
     "transforms.sample_mixing",
     concept="a batch loss that mixes its samples",
     torch="vmap(grad(loss))(w, x)  # 0, silently",
@@ -386,8 +476,8 @@ def sample_mixing():
     import funcgrad as fg
 
     def loss(w, x):
-        h = x * w
-        return ((h - h.mean(0)) ** 2).sum(-1)
+        h = x * w[0]
+        return ((h - h.mean(0, keepdims=True)) ** 2).sum(-1)
 
     x = torch.tensor([[1.0], [3.0]])
     single = lambda w, x: loss(w, x[None])[0]
