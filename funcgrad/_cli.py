@@ -46,10 +46,16 @@ def _app() -> Any:
     def parity(
         only: Annotated[list[str] | None, typer.Argument(help="Concepts; all, if none.")] = None,
         json: Annotated[Path | None, typer.Option(help="File for the figures.")] = None,
+        write_readme: Annotated[
+            Path | None, typer.Option(help="File whose concept table to renew; runs nothing.")
+        ] = None,
     ) -> None:
         """Run every concept in PyTorch and here, and show the largest difference."""
-        from funcgrad.parity import run
+        from funcgrad.parity import run, update_readme
 
+        if write_readme is not None:
+            write_readme.write_text(update_readme(write_readme.read_text()))
+            raise typer.Exit()
         raise typer.Exit(run(*(only or ()), json_path=json))
 
     @app.command()
@@ -66,12 +72,17 @@ def _app() -> Any:
 
     @app.command()
     def bench(
+        tasks: Annotated[list[str] | None, typer.Argument(help="per-sample; all, if none.")] = None,
+        model: Annotated[list[str] | None, typer.Option(help="Models; all, if none.")] = None,
+        turns: Annotated[int, typer.Option(min=1, help="Calls of each contender.")] = 5,
+        scaling: Annotated[bool, typer.Option("--scaling", help="Draw curves too.")] = False,
         out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("funcgrad-bench"),
-        quick: Annotated[bool, typer.Option("--quick", help="Small sizes only.")] = False,
+        quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, one turn.")] = False,
     ) -> None:
         """Compare time and memory with other ways to the same numbers."""
         from funcgrad.bench import run
 
-        raise typer.Exit(run(out, quick))
+        options = {"models": model or (), "turns": turns, "scaling": scaling}
+        raise typer.Exit(run(out, tasks or (), quick=quick, **options))
 
     return app

@@ -102,3 +102,11 @@ def gathered(tree: Any) -> Any:
         )
 
     return jax.tree.map(whole, tree)
+
+
+def replicated_like(*arrays: Any) -> Any:
+    """The sharding of a result that all devices of an explicit mesh share; ``None`` without."""
+    for x in arrays:
+        if any(is_split(x, axis) for axis in range(x.ndim)):
+            return jax.typeof(x).sharding.update(spec=jax.sharding.PartitionSpec())
+    return None

@@ -122,6 +122,9 @@ CONCEPTS = {
     "stack_module_state, ensembles": ["transforms.stack_module_state", "transforms.ensemble"],
     "per-sample gradients": [
         "transforms.per_sample_grads",
+        "transforms.per_sample_norms",
+        "transforms.per_sample_sums",
+        "transforms.per_sample_products",
         "transforms.clipped_grad",
         "transforms.sample_mixing",
     ],

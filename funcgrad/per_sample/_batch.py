@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcgrad import _jaxpr
-from funcgrad._compat import open_jaxpr, reshape_rows
+from funcgrad._compat import open_jaxpr, reshape_rows, varying_axes
 from funcgrad._trees import broadcast_prefix, is_key, keystr
 
 Randomness = Literal["different", "same"]
@@ -37,7 +37,9 @@ class Batch:
     def one_sample(self) -> list[Any]:
         """The mapped leaves of one sample, as shapes; the batch itself may be empty."""
         one = [
-            jax.ShapeDtypeStruct((max(1, leaf.shape[0]), *leaf.shape[1:]), leaf.dtype)
+            leaf  # inside shard_map, for its type
+            if varying_axes(leaf) and leaf.shape[0]
+            else jax.ShapeDtypeStruct((max(1, leaf.shape[0]), *leaf.shape[1:]), leaf.dtype)
             for leaf in self.mapped
         ]
         return [jax.eval_shape(lambda x: x[0], leaf) for leaf in one]

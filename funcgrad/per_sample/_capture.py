@@ -15,7 +15,7 @@ from jax.extend import source_info_util
 
 from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, Literal, primitives
-from funcgrad.per_sample._plan import Level, Site
+from funcgrad.per_sample._plan import Level, Site, picked_axes
 from funcgrad.per_sample._roads import NormSlot, site_norm
 
 Slots = dict[Site, Any]
@@ -75,8 +75,12 @@ def run(level: Level, args: Sequence[Any], slots: Slots) -> list[Any]:
         ):
             if index in level.sites:
                 site = level.sites[index]
-                operand = read(eqn.invars[1 - site.position])
-                out: Any = [_site(site, operand, bare(eqn.invars[site.position]), slots[site])]
+                if eqn.primitive is primitives.dynamic_slice_p:
+                    operand = jnp.stack([read(eqn.invars[1 + d]) for d in picked_axes(eqn)])
+                else:
+                    operand = read(eqn.invars[1 - site.position])
+                made = _site(site, operand, bare(eqn.invars[site.position]), slots[site])
+                out: Any = [made.reshape(eqn.outvars[0].aval.shape)]
             elif index in level.entered:
                 inputs = [
                     bare(atom) if _enters_as_weight(level, index, i) else read(atom)

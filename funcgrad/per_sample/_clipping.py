@@ -231,8 +231,7 @@ def _norms_of_rows(records: Records, bounds: Bounds) -> Any:
     """The same from the gradients, scaled so that no square overflows; and if all is finite."""
 
     def one(sample: Any) -> Any:
-        # Leaf by leaf, so that no more than one gradient is in memory.
-        found = [scaled_norm(records.row(sample, [i])) for i in range(len(records.params))]
+        found = [scaled_norm([gradient]) for gradient in records.row(sample)]
         norms = []
         for group in bounds.members(found):
             unit = jnp.stack([u for u, *_ in group] or [jnp.ones(())]).max()

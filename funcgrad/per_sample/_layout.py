@@ -51,7 +51,6 @@ class Layout:
 
 
 _KEEP = {
-    primitives.neg_p,
     primitives.copy_p,
     primitives.reduce_precision_p,
     primitives.name_p,
@@ -61,6 +60,7 @@ _KEEP = {
 
 # One input, and nothing computed: these run in any precision.
 PLAIN = _KEEP - {primitives.reduce_precision_p} | {
+    primitives.neg_p,
     primitives.transpose_p,
     primitives.squeeze_p,
     primitives.broadcast_in_dim_p,
@@ -82,8 +82,11 @@ def is_enlarged(eqn: JaxprEqn) -> bool:
     )
 
 
-def follow_layout(eqn: JaxprEqn, layouts: Sequence[Layout | None]) -> Layout | None:
-    """The layout of the output of ``eqn``, ``None`` where it is no plain image of one leaf."""
+def follow_layout(eqn: JaxprEqn, layouts: Sequence[Layout | None], n_weights: int) -> Layout | None:
+    """The layout of the output of ``eqn``, ``None`` where it is no plain image of one leaf.
+
+    ``n_weights`` of its inputs are weights, with a layout or without.
+    """
     given = [(i, layout) for i, layout in enumerate(layouts) if layout is not None]
     if len(given) != 1 or len(eqn.outvars) != 1:
         return None
@@ -91,6 +94,12 @@ def follow_layout(eqn: JaxprEqn, layouts: Sequence[Layout | None]) -> Layout | N
     prim, params = eqn.primitive, eqn.params
     if prim in _KEEP:
         return layout
+    if prim in (primitives.add_p, primitives.sub_p) and n_weights == 1:
+        # A constant beside it, as in 1 + scale: the gradient is the same.
+        sign = -1 if prim is primitives.sub_p and index == 1 else 1
+        return dataclasses.replace(layout, scale=sign * layout.scale)
+    if prim is primitives.neg_p:
+        return dataclasses.replace(layout, scale=-layout.scale)
     if prim is primitives.convert_element_type_p:
         kept = jnp.issubdtype(params["new_dtype"], jnp.floating)
         return layout if kept and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating) else None

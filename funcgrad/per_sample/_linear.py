@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from funcgrad import _jaxpr
-from funcgrad._compat import JaxprEqn, Literal, primitives
+from funcgrad._compat import JaxprEqn, Literal, primitives, replicated_like
 from funcgrad.per_sample._factors import dense_axes
 from funcgrad.per_sample._layout import PLAIN
 from funcgrad.per_sample._plan import Level, Site
@@ -148,8 +148,7 @@ def pull_back(site: Site, operands: Any, cotangents: Any, weight: Any, n: int | 
         return cotangents.astype(dtype) if n is None else cotangents.astype(dtype).sum(0)
     if site.kind == "dense":
         return _dense_pull_back(site, operands.astype(dtype), cotangents.astype(dtype), n)
-    shape = jax.ShapeDtypeStruct(weight.shape, dtype)
-    transpose = jax.linear_transpose(lambda u: outputs(site, operands, u, n), shape)
+    transpose = jax.linear_transpose(lambda u: outputs(site, operands, u, n), weight.astype(dtype))
     (gradient,) = transpose(cotangents.astype(dtype))
     return gradient
 
@@ -181,6 +180,8 @@ def _dense_pull_back(site: Site, operands: Any, cotangents: Any, n: int | None) 
         sides, numbers = (cotangents, operands), ((y_sum, z_sum), (y_block, z_block))
         order = d.u_b + by_y + by_z
     precision = site.eqn.params["precision"] if site.eqn is not None else None
-    gradient = lax.dot_general(*sides, numbers, precision=precision)
+    gradient = lax.dot_general(
+        *sides, numbers, precision=precision, out_sharding=replicated_like(*sides)
+    )
     place = [order.index(axis) for axis in range(len(order))]
     return gradient.transpose(*range(len(blocks)), *(len(blocks) + i for i in place))

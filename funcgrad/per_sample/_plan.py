@@ -9,9 +9,12 @@ anywhere else ("value") it is the cotangent of the weight itself.
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, open_jaxpr, primitives
@@ -121,8 +124,8 @@ class Level:
 def plan(jaxpr: Any, n_leaves: int, small: int) -> Level:
     """Read ``jaxpr``, whose first ``n_leaves`` inputs are the parameters.
 
-    Leaves of at most ``small`` numbers are used as plain values: their gradients are small
-    enough to be had directly.
+    Leaves of at most ``small`` numbers, and no more than their factors have, are used as
+    plain values: their gradients are small enough to be had directly.
     """
     body, consts = open_jaxpr(jaxpr)
     weights = {
@@ -181,17 +184,21 @@ class _Reader:
             self._enter(index, eqn)
         else:
             for i in weights:
-                by_size = eqn.primitive in _SITES and self._is_small(eqn.invars[i])
+                by_size = eqn.primitive in _SITES and self._is_small(eqn, i)
                 why = "it is small" if by_size else f"{eqn.primitive.name} has no rule"
                 self._value(eqn.invars[i], why, eqn)
         self.level.dependent.update(eqn.outvars)
 
     def _is_site(self, eqn: JaxprEqn, weights: list[int]) -> bool:
-        if eqn.primitive not in _SITES or len(weights) != 1:
+        if len(weights) != 1:
+            return False
+        if eqn.primitive is primitives.dynamic_slice_p:
+            return weights == [0] and _as_gather(eqn) is not None
+        if eqn.primitive not in _SITES:
             return False
         kind, positions = _SITES[eqn.primitive]
         # A convolution's own transpose, mapped over samples, is slow: never a plain value.
-        small = kind != "conv" and self._is_small(eqn.invars[weights[0]])
+        small = kind != "conv" and self._is_small(eqn, weights[0])
         if weights[0] not in positions or small:
             return False
         if not self._has_factors(eqn):
@@ -206,15 +213,25 @@ class _Reader:
         avals = [var.aval for var in (*inputs, *eqn.outvars)]
         return all(jnp.issubdtype(aval.dtype, jnp.floating) and aval.size for aval in avals)
 
-    def _is_small(self, atom: Any) -> bool:
-        return atom.aval.size <= self.small and not any(self.level.weights[atom].stacked)
+    def _is_small(self, eqn: JaxprEqn, position: int) -> bool:
+        """Whether a weight's gradient is no larger than its factors, and not large at all."""
+        atom = eqn.invars[position]
+        if len(eqn.invars) != 2 or any(self.level.weights[atom].stacked):
+            return False
+        factors = math.prod(self.lengths) * (
+            eqn.invars[1 - position].aval.size + eqn.outvars[0].aval.size
+        )
+        return atom.aval.size <= min(self.small, factors)
 
     def _site(self, index: int, eqn: JaxprEqn, position: int) -> None:
         weight = self.level.weights[eqn.invars[position]]
-        kind, _ = _SITES[eqn.primitive]
+        line, as_gather = _jaxpr.source_line(eqn, self.parents), None
+        if eqn.primitive is primitives.dynamic_slice_p:
+            as_gather = _as_gather(eqn)
+        kind = "gather" if as_gather is not None else _SITES[eqn.primitive][0]
         self.level.sites[index] = Site(
             kind, eqn.invars[position], weight.leaves, weight.layout, self.lengths,
-            weight.stacked, eqn, position, "", _jaxpr.source_line(eqn, self.parents),
+            weight.stacked, as_gather or eqn, position, "", line,
         )  # fmt: skip
 
     def _preamble(self, eqn: JaxprEqn) -> None:
@@ -222,7 +239,7 @@ class _Reader:
         leaves = frozenset().union(*(w.leaves for w in used))
         stacked = tuple(any(flags) for flags in zip(*(w.stacked for w in used), strict=True))
         origins = set().union(*(self.origins[a] for a in eqn.invars if self._is_weight(a)))
-        layout = follow_layout(eqn, [self._layout(a) for a in eqn.invars])
+        layout = follow_layout(eqn, [self._layout(a) for a in eqn.invars], len(used))
         self.level.preamble.append(eqn)
         for var in eqn.outvars:
             if jnp.issubdtype(var.aval.dtype, jnp.inexact):
@@ -301,3 +318,27 @@ class _Reader:
                 dependent.add(var)  # differs between iterations
         level = Level(body.jaxpr, body.consts, weights, dependent=dependent)
         return _Reader(level, lengths, parents, in_loop, self.small).read()
+
+
+def picked_axes(eqn: JaxprEqn) -> list[int]:
+    """The axes along which a dynamic_slice takes one of several."""
+    sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
+    return [d for d, (size, n) in enumerate(zip(sizes, shape, strict=True)) if size != n]
+
+
+def _as_gather(eqn: JaxprEqn) -> JaxprEqn | None:
+    """A dynamic_slice of a whole row as a gather; ``None`` for another window.
+
+    Mapping over samples makes a gather of it anyway.
+    """
+    picked, sizes = picked_axes(eqn), eqn.params["slice_sizes"]
+    if not picked or any(sizes[d] != 1 for d in picked):
+        return None
+    rest = len(sizes) - len(picked)
+    numbers = lax.GatherDimensionNumbers(tuple(range(rest)), tuple(picked), tuple(picked))
+    indices = jax.ShapeDtypeStruct((len(picked),), eqn.invars[1].aval.dtype)
+    traced = jax.make_jaxpr(
+        lambda table, indices: lax.gather(table, indices, numbers, sizes, mode="clip")
+    )(jax.ShapeDtypeStruct(eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype), indices)
+    (gather,) = [e for e in traced.jaxpr.eqns if e.primitive is primitives.gather_p]
+    return gather

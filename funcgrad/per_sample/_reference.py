@@ -196,7 +196,9 @@ def prepare(
         return out
 
     one = batch.one_sample()
-    traced = _jaxpr.trace(flat_loss, trainable, one)
+    # With the types that the backward pass runs at, inside shard_map.
+    local = make_varying(trainable, varying_axes((batch.mapped, batch.shared)))
+    traced = _jaxpr.trace(flat_loss, local, one)
     _check_value(_out_shapes(traced)[0], call)
     if randomness == "different":
         varies = [False] * len(trainable) + [True] * len(one)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -150,8 +151,17 @@ def _parts_cost(parts: Sequence[Part], sites: Sequence[Site]) -> int:
     return total
 
 
+_known_shapes: weakref.WeakKeyDictionary[Site, Any] = weakref.WeakKeyDictionary()
+
+
 def _shapes(site: Site) -> Any:
     """The factors of one sample, as shapes."""
+    if site not in _known_shapes:
+        _known_shapes[site] = _find_shapes(site)
+    return _known_shapes[site]
+
+
+def _find_shapes(site: Site) -> Any:
     lead = (1, *site.lengths)
     operand, output = site.operand, site.output
     return jax.eval_shape(

@@ -12,6 +12,7 @@ from jax import lax
 
 from funcgrad._compat import gathered, make_varying, varying_axes
 from funcgrad._trees import LeafSpec, broadcast_prefix, choose_leaves
+from funcgrad.per_sample._products import gram
 from funcgrad.per_sample._records import Records
 from funcgrad.per_sample._roads import LeafRoad
 from funcgrad.per_sample._sums import wide
@@ -134,7 +135,8 @@ class Samples:
 
     def top(self, k: int) -> tuple[Any, Any]:
         """The ``k`` largest norms and the indices of their samples, largest first."""
-        return lax.top_k(self.norms(), k)
+        norms, samples = lax.top_k(self.norms(), k)
+        return norms, samples
 
     # Products.
 
@@ -171,13 +173,7 @@ class Samples:
           Array([[1., 0.],
                  [0., 1.]], dtype=float32)
         """
-        theirs = (self if other is None else other)._held
-        if not theirs.scheme.n_samples:
-            return jnp.zeros((len(self), 0), self._records.dtype)
-        return lax.map(
-            lambda sample: self._held.dots([r.conj() for r in theirs.row(sample)]),
-            gathered(theirs.by_sample()),
-        ).T
+        return gram(self._held, (self if other is None else other)._held)
 
     def project(self, key: Any, dim: int) -> Any:
         """Random projections of the gradients that keep inner products on average.
@@ -264,8 +260,8 @@ class Samples:
         """The simple gradient noise scale: the batch size at which noise equals signal.
 
         Unbiased estimates of the squared norm of the true gradient and of the trace of the
-        per-sample covariance, and their quotient (which is biased, as quotients are; average
-        the two over steps before dividing).
+        per-sample covariance.  Their quotient is biased, as quotients are: average the two
+        over steps, ``jax.tree.map(jnp.mean, stacked)``, before taking ``scale``.
 
         Returns:
           A ``NoiseScale``.
@@ -279,7 +275,7 @@ class Samples:
         small = jnp.mean(jnp.square(self.norms()))
         signal = (n * big - small) / (n - 1) if n > 1 else jnp.full((), jnp.nan)
         noise = (small - big) * n / (n - 1) if n > 1 else jnp.full((), jnp.nan)
-        return NoiseScale(noise / signal, signal, noise)
+        return NoiseScale(signal, noise)
 
     def explain(self) -> tuple[LeafRoad, ...]:
         """For each leaf: its road, where it is used, and why."""
@@ -324,14 +320,17 @@ class Samples:
 
 
 class NoiseScale(NamedTuple):
-    """What ``Samples.noise_scale`` returns, all scalars."""
+    """What ``Samples.noise_scale`` returns; average it over steps, then take ``scale``."""
 
-    scale: Any
-    """``noise / signal``, in samples."""
     signal: Any
     """The squared norm of the true gradient, estimated; may come out negative."""
     noise: Any
     """The trace of the covariance of the per-sample gradients."""
+
+    @property
+    def scale(self) -> Any:
+        """``noise / signal``, in samples: the batch size at which noise equals signal."""
+        return self.noise / self.signal
 
 
 def clip_weights(norms: Any, max_norm: Any) -> Any:

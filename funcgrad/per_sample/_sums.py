@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from funcgrad._compat import is_split
 
@@ -70,16 +71,14 @@ def compensated_sum(x: Any) -> tuple[Any, Any]:
     if is_split(x, 0):  # an explicit sharding can be summed over, not cut
         total = x.sum(0)
         return total, jnp.zeros_like(total)
-    high, low = x, jnp.zeros_like(x)
-    while high.shape[0] > 1:
-        half = high.shape[0] // 2
-        (total, error), rest = (
-            two_sum(high[:half], high[half : 2 * half]),
-            slice(2 * half, None),
-        )
-        low = jnp.concatenate([low[:half] + low[half : 2 * half] + error, low[rest]])
-        high = jnp.concatenate([total, high[rest]])
-    return high[0], low[0]
+    zero = jnp.zeros_like(x[0])
+    sums, _ = lax.scan(lambda sums, row: (_add_row(sums, row), None), (zero, zero), x)
+    return sums
+
+
+def _add_row(sums: Any, row: Any) -> Any:
+    total, error = two_sum(sums[0], row)
+    return total, sums[1] + error
 
 
 def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
