@@ -61,13 +61,18 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, pattern + "/*")
 
 
+_NOTHING = object()
+
+
 def broadcast_prefix(prefix: Any, tree: Any, call: str) -> list[Any]:
-    """The leaf of ``prefix`` that stands over each leaf of ``tree``; ``None`` is a leaf."""
+    """The leaf of ``prefix`` that stands over each leaf of ``tree``; ``None`` may be one."""
+    is_none = lambda leaf: leaf is None  # noqa: E731
+    marked = jax.tree.map(lambda x: _NOTHING if x is None else x, prefix, is_leaf=is_none)
     try:
-        full = jax.tree.broadcast(prefix, tree, is_leaf=lambda leaf: leaf is None)
+        full = jax.tree.broadcast(marked, tree)
     except ValueError as error:
         raise ValueError(
             f"{call}: a prefix has the structure of the tree it stands for, as far as it goes; "
             f"got {jax.tree.structure(prefix)} for {jax.tree.structure(tree)}."
         ) from error
-    return jax.tree.leaves(full, is_leaf=lambda leaf: leaf is None)
+    return [None if leaf is _NOTHING else leaf for leaf in jax.tree.leaves(full)]

@@ -173,6 +173,21 @@ def test_bounds_of_groups_and_of_single_leaves():
     assert grouped.sensitivity("replace") == pytest.approx(2 * np.hypot(0.5, 2.0))
 
 
+def test_params_may_hold_none_where_there_is_nothing():
+    params, x, y = make_net()
+    sparse = {"w": params["w"], "b": None, "v": params["v"]}
+    loss = lambda p, x, y: net({**p, "b": jnp.zeros(4)}, x, y)  # noqa: E731
+    bounds = {"w": 0.5, "b": None, "v": 2.0}
+    frozen = {"w": False, "b": None, "v": True}
+    got = run_clipped(loss, max_norm=bounds, frozen=frozen)(sparse, x, y)
+    assert got.grads["b"] is None
+    assert got.grads["v"] is None
+    samples = fg.per_sample(loss, frozen=frozen)(sparse, x, y)
+    rows = fg.per_sample_grads(loss)(sparse, x, y).grads["w"].reshape(5, -1)
+    for direction in (sparse, {**sparse, "v": None}):
+        np.testing.assert_allclose(samples.dots(direction), rows @ sparse["w"].ravel(), rtol=1e-4)
+
+
 def test_a_bad_entry_in_one_group_leaves_the_sample_out_of_all():
     rows = (jnp.array([[1.0], [2.0]]), jnp.array([[jnp.nan], [3.0]]))
     out = run_clipped(rows_as_gradients, max_norm=(10.0, 10.0))((jnp.zeros(1),) * 2, rows)

@@ -303,13 +303,15 @@ class Samples:
     def _leaves(self, tree: Any, call: str) -> list[Any]:
         """The trainable leaves of a tree like ``params``, which may lack the frozen ones."""
         frozen = self._records.scheme.is_frozen
-        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
-        if len(leaves) != len(frozen):
+        leaves = jax.tree.leaves(tree)
+        if len(leaves) == len(frozen):
+            leaves = [leaf for leaf, skip in zip(leaves, frozen, strict=True) if not skip]
+        if len(leaves) != len(self._records.params):
             raise ValueError(
                 f"{call} has the structure of params; got {len(leaves)} leaves for "
                 f"{len(frozen)}. Pass a tree like params."
             )
-        kept = [jnp.asarray(leaf) for leaf, skip in zip(leaves, frozen, strict=True) if not skip]
+        kept = [jnp.asarray(leaf) for leaf in leaves]
         for leaf, param in zip(kept, self._records.params, strict=True):
             if leaf.shape != param.shape:
                 raise ValueError(
