@@ -5,7 +5,6 @@ The numbers A1 to A22 are those of the list of cases that the library is built f
 
 import dataclasses
 import functools
-import importlib.util
 
 import flax.linen as nn
 import jax
@@ -1198,7 +1197,6 @@ def test_haiku_style_closures_and_lists_of_layers(x64):
     assert list(taken.values()) == ["gram", "value"] * 2
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("equinox"), reason="equinox is not installed")
 def test_equinox_modules(x64):
     import equinox as eqx
 
