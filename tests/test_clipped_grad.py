@@ -173,6 +173,17 @@ def test_bounds_of_groups_and_of_single_leaves():
     assert grouped.sensitivity("replace") == pytest.approx(2 * np.hypot(0.5, 2.0))
 
 
+def test_the_sensitivity_is_stated_for_each_relation_of_dp_accounting():
+    from dp_accounting import NeighboringRelation as Relation
+
+    clip = fg.clipped_grad(net, max_norm=2.0)
+    assert clip.sensitivity(Relation.ADD_OR_REMOVE_ONE) == clip.sensitivity() == 2.0
+    assert clip.sensitivity(Relation.REPLACE_SPECIAL) == 2.0
+    assert clip.sensitivity(Relation.REPLACE_ONE) == clip.sensitivity("replace") == 4.0
+    with pytest.raises(ValueError, match="neighbours is one of"):
+        clip.sensitivity("adjacent")
+
+
 def test_params_may_hold_none_where_there_is_nothing():
     params, x, y = make_net()
     sparse = {"w": params["w"], "b": None, "v": params["v"]}

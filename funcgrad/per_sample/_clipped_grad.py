@@ -23,6 +23,15 @@ from funcgrad.per_sample._per_sample import make_scheme
 from funcgrad.per_sample._reference import Problem, prepare
 from funcgrad.per_sample._sums import wide
 
+# By how many contributions neighbouring batches differ; the last three are dp_accounting's.
+_MOVED = {
+    "add_remove": 1,
+    "replace": 2,
+    "ADD_OR_REMOVE_ONE": 1,
+    "REPLACE_SPECIAL": 1,
+    "REPLACE_ONE": 2,
+}
+
 ClipRoad = Literal["auto", "gram", "direct", "materialize", "two_pass"]
 
 
@@ -58,16 +67,20 @@ class ClippedGrad:
     memory_budget: int
     road: ClipRoad
 
-    def sensitivity(self, neighbours: Literal["add_remove", "replace"] = "add_remove") -> float:
+    def sensitivity(self, neighbours: Any = "add_remove") -> float:
         """The largest distance, in 2-norm, between the gradients of neighbouring batches.
 
         Args:
           neighbours: ``"add_remove"`` when one batch has a sample more than the other (its
-            place may be masked), ``"replace"`` when one sample differs.
+            place may be masked), ``"replace"`` when one sample differs; or a
+            ``NeighboringRelation`` of ``dp_accounting``, as ``jax_privacy`` passes it.
 
         Returns:
           The bound: the root of the sum of the squares of ``max_norm``, over ``mean_over``;
           twice that for ``"replace"``.
+
+        Raises:
+          ValueError: Another relation.
 
         Example:
           >>> fg.clipped_grad(lambda w, x: w @ x, max_norm=3.0, mean_over=6).sensitivity()
@@ -75,7 +88,13 @@ class ClippedGrad:
         """
         bounds = [float(bound) for bound in jax.tree.leaves(self.max_norm)]
         one = math.sqrt(math.fsum(bound**2 for bound in bounds)) / (self.mean_over or 1)
-        return {"add_remove": one, "replace": 2 * one}[neighbours]
+        name = getattr(neighbours, "name", neighbours)
+        if name not in _MOVED:
+            raise ValueError(
+                f"sensitivity: neighbours is one of {', '.join(_MOVED)}; got {name}. "
+                "Say how neighbouring batches differ."
+            )
+        return _MOVED[name] * one
 
     def __call__(self, params: Any, *args: Any, mask: Any = None) -> ClippedGrads:
         """Differentiate, clip and sum; ``mask`` (batch,) is false for samples of padding."""
