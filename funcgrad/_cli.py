@@ -76,13 +76,16 @@ def _app() -> Any:
         model: Annotated[list[str] | None, typer.Option(help="Models; all, if none.")] = None,
         turns: Annotated[int, typer.Option(min=1, help="Calls of each contender.")] = 5,
         scaling: Annotated[bool, typer.Option("--scaling", help="Draw curves too.")] = False,
+        resume: Annotated[
+            bool, typer.Option("--resume", help="Keep what an interrupted run has measured.")
+        ] = False,
         out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("funcgrad-bench"),
         quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, one turn.")] = False,
     ) -> None:
         """Compare time and memory with other ways to the same numbers."""
         from funcgrad.bench import run
 
-        options = {"models": model or (), "turns": turns, "scaling": scaling}
+        options = {"models": model or (), "turns": turns, "scaling": scaling, "resume": resume}
         raise typer.Exit(run(out, tasks or (), quick=quick, **options))
 
     return app

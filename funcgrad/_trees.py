@@ -66,7 +66,7 @@ _NOTHING = object()
 
 def broadcast_prefix(prefix: Any, tree: Any, call: str) -> list[Any]:
     """The leaf of ``prefix`` that stands over each leaf of ``tree``; ``None`` may be one."""
-    is_none = lambda leaf: leaf is None  # noqa: E731
+    is_none = lambda leaf: leaf is None
     marked = jax.tree.map(lambda x: _NOTHING if x is None else x, prefix, is_leaf=is_none)
     try:
         full = jax.tree.broadcast(marked, tree)

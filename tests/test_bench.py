@@ -1,5 +1,7 @@
 import dataclasses
+import functools
 import json
+import os
 import platform
 
 import jax
@@ -9,9 +11,14 @@ import pytest
 from rich.console import Console
 
 from funcgrad import bench
+from funcgrad.bench import _cost, measure
 from funcgrad.bench import _per_sample as per_sample
-from funcgrad.bench import measure
+from funcgrad.bench import _worker as worker
+from funcgrad.bench._models import MODELS
+from funcgrad.bench._options import Options
 from funcgrad.bench._per_sample import Problem, Reference, Road
+from funcgrad.bench._race import not_run, race
+from funcgrad.bench._worker import CONTENDERS, Session
 
 X = jnp.arange(8.0)
 
@@ -129,24 +136,140 @@ def test_road_with_a_nan_is_wrong():
     assert not dataclasses.replace(report, sum_errors=errors).right
 
 
-def test_quick_bench_writes_its_figures_and_every_road_is_right(console, tmp_path, fast_compiler):
-    assert bench.run(tmp_path / "new", quick=True, console=console) == 0
-    figures = json.loads((tmp_path / "new" / "bench.json").read_text())
-    assert figures["quick"] and set(figures["tasks"]) == set(bench.TASKS)
-    problems = figures["tasks"]["per-sample"]["problems"]
-    assert [problem["problem"].split()[0] for problem in problems] == ["MLP", "CNN"]
-    for problem in problems:
-        assert {"parameters", "batch", "max_norm", "machine"} <= set(problem)
-        for timing in problem["timings"]:
-            assert timing["sum_error"] < 1e-4
-            assert timing["name"].startswith("plain") or timing["norm_error"] < 1e-5
-    text = console.export_text()
-    assert "fg.clipped_grad" in text and "median of" in text
+@pytest.mark.parametrize(
+    "model, name",
+    [("lstm", "fg.per_sample clipped_sum"), ("embedding", "vmap(grad), Optax, microbatches")],
+)
+def test_contender_agrees_with_the_float64_loop(model, name, tmp_path, fast_compiler):
+    session = Session(model, quick=True)
+    about = session.reference(tmp_path / "reference.npz")
+    session.prepare(name, about["max_norm"])
+    assert session.check(tmp_path / "reference.npz")["error"] < 1e-5
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("model, name", [("mlp", "torch: plain"), ("cnn-64", "torch: vmap(grad)")])
+def test_chain_of_torch_layers_is_the_same_model(model, name, tmp_path, fast_compiler):
+    pytest.importorskip("torch")
+    session = Session(model, quick=True)
+    about = session.reference(tmp_path / "reference.npz")
+    session.prepare(name, about["max_norm"])
+    assert session.check(tmp_path / "reference.npz")["error"] < 1e-5
+
+
+def test_reference_of_repeated_samples_is_that_of_the_whole_batch(fast_compiler):
+    task = MODELS["mlp"].quick()
+    reference = worker.Reference.of(task)
+    xs, ys = task.take(reference.repeats).batch
+    problem = Problem("mlp", lambda p, xs, ys: task.loss(p, xs[0], ys[0]), task.params, xs, ys)
+    whole = Reference.of(problem)
+    np.testing.assert_allclose(reference.norms[reference.repeats], whole.norms, rtol=1e-12)
+    for leaf, right in zip(reference.sums["clipped"], whole.total(reference.max_norm), strict=True):
+        np.testing.assert_allclose(leaf, right, rtol=1e-10, atol=1e-12)
+    assert reference.error("norms", whole.norms) < 1e-12
+    assert reference.error("norms", 1.01 * whole.norms) == pytest.approx(0.01)
+
+
+def test_contender_that_would_fill_the_memory_is_not_run():
+    task = MODELS["embedding"].make()
+    assert not_run("vmap(grad), Optax", "embedding", task) == "not run: 298 GiB of gradients"
+    small = dataclasses.replace(task, chunk=10)
+    assert "in microbatches" in not_run("vmap(grad), Optax, microbatches", "embedding", small)
+    assert not_run("fg.clipped_grad", "embedding", task) is None
+
+
+def test_absent_peer_is_named(monkeypatch):
+    peer = dataclasses.replace(CONTENDERS["jax_privacy"], needs="no_such_package")
+    assert peer.absent() == "absent: no_such_package is not installed"
+    monkeypatch.setitem(CONTENDERS, "jax_privacy", peer)
+    assert not_run("jax_privacy", "mlp", MODELS["mlp"].quick()) == peer.absent()
+
+
+def test_worker_says_what_failed():
+    served = worker.Worker("mlp", True, sorted(os.sched_getaffinity(0)))
+    with pytest.raises(worker.WorkerError, match="failed: KeyError: 'nobody'"):
+        served.ask("prepare", "nobody", 1.0)
+    assert served.ask("peak") > 2**20
+    with pytest.raises(worker.WorkerError, match="stopped: reference took more than 0 s"):
+        served.ask("reference", "nowhere", timeout=0.0)
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of three contenders on one model, and the folder of the report."""
+    out = tmp_path_factory.mktemp("bench")
+    names = ["plain", "plain, microbatches", "fg.per_sample clipped_sum", "jax_privacy"]
+    absent = dataclasses.replace(CONTENDERS["jax_privacy"], needs="no_such_package")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONTENDERS, "jax_privacy", absent)
+        patch.setattr(_cost, "race", functools.partial(race, contenders=names))
+        status = bench.run(out / "new", quick=True, models=["mlp"], console=Console(quiet=True))
+    file = out / "new" / f"per_sample_{jax.default_backend()}.json"
+    return status, json.loads(file.read_text()), file.with_suffix(".md").read_text()
+
+
+def test_race_gives_the_figures_of_each_contender(results):
+    status, figures, _ = results
+    assert status == 0 and figures["quick"] and figures["turns"] == 1
+    ways = figures["models"]["mlp"]["contenders"]
+    assert ways["jax_privacy"]["reason"].startswith("absent")
+    for name, row in ways.items():
+        if "reason" not in row:
+            assert row["error"] < 1e-5 and row["peak_bytes"] > row["temp_bytes"] > 0
+            assert len(row["seconds"]) == 1 and row["compile_seconds"] > 0, name
+    assert min(ways[name]["ratio"] for name in ("plain", "plain, microbatches")) == 1
+
+
+def test_resumed_run_keeps_what_was_measured_the_same_way():
+    kind = {"date": "today", "turns": 5, "machine": {"cores": 2}}
+    earlier = {**kind, "models": {"mlp": {"title": "MLP"}}}
+    assert _cost._kept(kind, earlier) == earlier["models"]
+    assert _cost._kept({**kind, "turns": 1}, earlier) == {} == _cost._kept(kind, None)
+
+
+def test_race_names_no_place(results):
+    _, figures, text = results
+    assert platform.node() not in json.dumps(figures) + text
+    assert "/" not in json.dumps(figures["machine"])
+
+
+def test_markdown_has_a_row_for_each_model_and_each_contender(results):
+    _, figures, text = results
+    assert "| mlp at toy size | " in text and "| jax_privacy | absent: " in text
+    assert "| fg.per_sample clipped_sum | " in text
+    assert bench.TASKS["per-sample"].markdown(figures) == text
+    widths = {line.count("|") for line in text.split("## ")[1].splitlines() if "|" in line}
+    assert len(widths) == 1
+
+
+def test_curves_are_drawn(tmp_path, monkeypatch):
+    from funcgrad.bench import _scaling
+
+    point = {"at": 1, "plain_seconds": 1, "clipped_seconds": 2}
+    point |= {"plain_temp_bytes": 2**20, "clipped_temp_bytes": 2**21}
+    lines = [{"axis": "batch", "title": "MLP", "points": [point, {**point, "at": 2}]}]
+    _scaling.draw(lines, Options(tmp_path))
+    assert next(tmp_path.glob("*.png")).read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_fails_when_a_task_was_wrong(monkeypatch, console, tmp_path):
     from funcgrad.bench import _report
 
-    monkeypatch.setattr(_report, "TASKS", {"bad": lambda console, quick: ({}, False)})
+    bad = _report.BenchTask(lambda console, options, save: ({}, False), lambda figures: "")
+    monkeypatch.setattr(_report, "TASKS", {"bad": bad})
     assert bench.run(tmp_path, console=console) == 1
     assert "bad: some numbers are wrong" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    "tasks, options, words",
+    [
+        (["x"], {}, "a task is one of per-sample; got 'x'"),
+        ([], {"models": ["x"]}, "a model is one of mlp, .*; got 'x'"),
+        ([], {"turns": 0}, "turns is 1 or more; got 0"),
+    ],
+)
+def test_bench_refuses(tasks, options, words, tmp_path, console):
+    with pytest.raises(ValueError, match=words):
+        bench.run(tmp_path, tasks, console=console, **options)

@@ -187,7 +187,7 @@ def test_the_sensitivity_is_stated_for_each_relation_of_dp_accounting():
 def test_params_may_hold_none_where_there_is_nothing():
     params, x, y = make_net()
     sparse = {"w": params["w"], "b": None, "v": params["v"]}
-    loss = lambda p, x, y: net({**p, "b": jnp.zeros(4)}, x, y)  # noqa: E731
+    loss = lambda p, x, y: net({**p, "b": jnp.zeros(4)}, x, y)
     bounds = {"w": 0.5, "b": None, "v": 2.0}
     frozen = {"w": False, "b": None, "v": True}
     got = run_clipped(loss, max_norm=bounds, frozen=frozen)(sparse, x, y)

@@ -13,7 +13,10 @@ from typing import Any
 
 import jax
 
-_PACKAGES = ("funcgrad", "jax", "jaxlib", "flax", "optax", "numpy")
+_PACKAGES = (
+    *("funcgrad", "jax", "jaxlib", "flax", "optax", "numpy"),
+    *("torch", "opacus", "backpack-for-pytorch", "jax-privacy"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +165,7 @@ def measure(
     timings = []
     for name, program in compiled.items():
         calls = [turn[name] for turn in seconds]
-        low, median, high = _quartiles(calls)
+        low, median, high = quartiles(calls)
         timings.append(
             Timing(
                 name=name,
@@ -188,7 +191,8 @@ def _timed(call: Callable[..., Any], *args: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """A quarter, half and three quarters of the values are below these."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")

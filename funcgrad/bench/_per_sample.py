@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
 from jax import lax
 from rich.console import Console
 from rich.table import Table
@@ -228,54 +227,6 @@ def compare_roads(
         sum_errors[road.name] = _error(jax.tree.leaves(total), totals[road.clips])
         norm_errors[road.name] = _error([norms], [reference.norms]) if road.clips else None
     return Report(problem, max_norm, tuple(roads), figures, norm_errors, sum_errors)
-
-
-def per_sample(console: Console, quick: bool) -> tuple[dict[str, Any], bool]:
-    """The task: an MLP and a small CNN on random inputs; the figures, and whether all are right."""
-    if quick:
-        problems = [(mlp(32, 16, 8), 4), (cnn(8, 4, 4), None)]
-    else:
-        problems = [(mlp(784, 512, 128), 16), (cnn(28, 16, 64), 16)]
-    reports = []
-    for problem, chunk_size in problems:
-        with console.status("The float64 loop") as status:
-            report = compare_roads(
-                problem,
-                chunk_size=chunk_size,
-                rounds=3 if quick else 11,
-                progress=status.update,
-            )
-        report.show(console)
-        console.print()
-        reports.append(report)
-    reports[0].explain(console)
-    return {"problems": [r.to_json() for r in reports]}, all(r.right for r in reports)
-
-
-def mlp(n_inputs: int, width: int, batch: int) -> Problem:
-    """Three dense layers."""
-    model = nn.Sequential([nn.Dense(width), nn.relu, nn.Dense(width), nn.relu, nn.Dense(10)])
-    return _classifier(f"MLP {n_inputs}-{width}-{width}-10", model, (batch, n_inputs))
-
-
-def cnn(side: int, channels: int, batch: int) -> Problem:
-    """Two convolutions, the second with stride 2, and a dense layer, on square images."""
-    layers = [nn.Conv(channels, (3, 3)), nn.relu, nn.Conv(2 * channels, (3, 3), strides=2), nn.relu]
-    model = nn.Sequential([*layers, lambda x: x.reshape(len(x), -1), nn.Dense(10)])
-    name = f"CNN {channels} and {2 * channels} channels on {side}×{side}"
-    return _classifier(name, model, (batch, side, side, 1))
-
-
-def _classifier(name: str, model: nn.Module, shape: Sequence[int]) -> Problem:
-    x_key, y_key, params_key = jax.random.split(jax.random.key(0), 3)
-    xs = jax.random.normal(x_key, shape)
-    ys = jax.random.randint(y_key, shape[:1], 0, 10)
-
-    def loss(params: Any, xs: Any, ys: Any) -> Any:
-        logits: Any = model.apply(params, xs)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, ys).sum()
-
-    return Problem(name, loss, model.init(params_key, xs[:1]), xs, ys)
 
 
 def _float64(leaf: Any) -> Any:
