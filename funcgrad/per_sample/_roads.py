@@ -27,7 +27,7 @@ from funcgrad.per_sample._sums import wide
 Road = Literal["auto", "gram", "direct", "materialize"]
 
 # What the per-sample work of a chunk may hold: about what a core's cache does.
-_CHUNK_BYTES = 8 * 2**20
+_CHUNK_BYTES = 2 * 2**20
 # A Gram norm has lost too many digits when it is below this many roundings of its terms.
 _LOST = 1e5
 
