@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from conftest import PROGRAMS
-from funcgrad.per_sample._sample_axis import SampleMixingError, per_sample_loss
+from funcgrad._per_sample._sample_axis import SampleMixingError, per_sample_loss
 from programs import ROWS, WIDTH, programs
 
 B = 8

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcgrad._compat import gathered, make_varying, varying_axes
+from funcgrad._per_sample._products import gram
+from funcgrad._per_sample._records import Records
+from funcgrad._per_sample._roads import LeafRoad
+from funcgrad._per_sample._sums import wide
 from funcgrad._trees import LeafSpec, broadcast_prefix, choose_leaves
-from funcgrad.per_sample._products import gram
-from funcgrad.per_sample._records import Records
-from funcgrad.per_sample._roads import LeafRoad
-from funcgrad.per_sample._sums import wide
 
 
 @functools.partial(

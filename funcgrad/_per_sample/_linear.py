@@ -17,10 +17,10 @@ from jax import lax
 
 from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, Literal, primitives, replicated_like
-from funcgrad.per_sample._factors import dense_axes
-from funcgrad.per_sample._layout import PLAIN
-from funcgrad.per_sample._plan import Level, Site
-from funcgrad.per_sample._sums import wide
+from funcgrad._per_sample._factors import dense_axes
+from funcgrad._per_sample._layout import PLAIN
+from funcgrad._per_sample._plan import Level, Site
+from funcgrad._per_sample._sums import wide
 
 
 def weights(level: Level, args: Sequence[Any]) -> dict[Site, Any]:

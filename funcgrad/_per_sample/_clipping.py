@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcgrad._compat import gathered, make_varying, varying_axes
-from funcgrad._trees import broadcast_prefix
-from funcgrad.per_sample._per_sample import backward
-from funcgrad.per_sample._records import Records, Scheme
-from funcgrad.per_sample._reference import Problem
-from funcgrad.per_sample._roads import has_lost_digits, norm_slots
-from funcgrad.per_sample._sums import (
+from funcgrad._per_sample._per_sample import backward
+from funcgrad._per_sample._records import Records, Scheme
+from funcgrad._per_sample._reference import Problem
+from funcgrad._per_sample._roads import has_lost_digits, norm_slots
+from funcgrad._per_sample._sums import (
     add_compensated,
     compensated_sum,
     norm_dtype,
@@ -23,6 +22,7 @@ from funcgrad.per_sample._sums import (
     scaled_norm,
     wide,
 )
+from funcgrad._trees import broadcast_prefix
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from funcgrad._compat import gathered
-from funcgrad.per_sample._factors import (
+from funcgrad._per_sample._factors import (
     Factors,
     factors,
     is_tied,
@@ -21,8 +21,8 @@ from funcgrad.per_sample._factors import (
     rows_times_dense,
     squared_norm,
 )
-from funcgrad.per_sample._plan import Site
-from funcgrad.per_sample._sums import wide
+from funcgrad._per_sample._plan import Site
+from funcgrad._per_sample._sums import wide
 
 Road = Literal["auto", "gram", "direct", "materialize"]
 

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from funcgrad._compat import make_varying, varying_axes
-from funcgrad._trees import LeafSpec
-from funcgrad.per_sample._batch import Randomness, check_chunk_size, scan_chunks
-from funcgrad.per_sample._clipping import (
+from funcgrad._per_sample._batch import Randomness, check_chunk_size, scan_chunks
+from funcgrad._per_sample._clipping import (
     Bounds,
     Step,
     factored,
@@ -19,9 +18,10 @@ from funcgrad.per_sample._clipping import (
     no_samples,
     two_passes,
 )
-from funcgrad.per_sample._per_sample import make_scheme
-from funcgrad.per_sample._reference import Problem, prepare
-from funcgrad.per_sample._sums import wide
+from funcgrad._per_sample._per_sample import make_scheme
+from funcgrad._per_sample._reference import Problem, prepare
+from funcgrad._per_sample._sums import wide
+from funcgrad._trees import LeafSpec
 
 # By how many contributions neighbouring batches differ; the last three are dp_accounting's.
 _MOVED = {

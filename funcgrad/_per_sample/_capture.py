@@ -15,8 +15,8 @@ from jax.extend import source_info_util
 
 from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, Literal, primitives
-from funcgrad.per_sample._plan import Level, Site, picked_axes
-from funcgrad.per_sample._roads import NormSlot, site_norm
+from funcgrad._per_sample._plan import Level, Site, picked_axes
+from funcgrad._per_sample._roads import NormSlot, site_norm
 
 Slots = dict[Site, Any]
 

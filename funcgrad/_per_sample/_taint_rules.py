@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from funcgrad._compat import JaxprEqn
-from funcgrad.per_sample import _masks
-from funcgrad.per_sample._taint import Known, Taint
+from funcgrad._per_sample import _masks
+from funcgrad._per_sample._taint import Known, Taint
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil

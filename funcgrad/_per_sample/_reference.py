@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from funcgrad import _jaxpr
 from funcgrad._compat import make_varying, varying_axes
-from funcgrad._trees import LeafSpec, choose_leaves, is_float, keystr
-from funcgrad.per_sample._batch import (
+from funcgrad._per_sample._batch import (
     Batch,
     Randomness,
     check_chunk_size,
@@ -18,6 +17,7 @@ from funcgrad.per_sample._batch import (
     scan_chunks,
     split_batch,
 )
+from funcgrad._trees import LeafSpec, choose_leaves, is_float, keystr
 
 
 class PerSampleGrads(NamedTuple):

@@ -18,8 +18,8 @@ import numpy as np
 from funcgrad._compat import Jaxpr, JaxprEqn, Literal, is_body, open_jaxpr, primitives
 from funcgrad._jaxpr import Body, bodies
 from funcgrad._jaxpr._bodies import loop_sizes
-from funcgrad.per_sample import _masks
-from funcgrad.per_sample._taint import (
+from funcgrad._per_sample import _masks
+from funcgrad._per_sample._taint import (
     Blame,
     Known,
     Taint,
@@ -30,9 +30,9 @@ from funcgrad.per_sample._taint import (
     join,
     mixes,
 )
-from funcgrad.per_sample._taint_numbers import known_of
-from funcgrad.per_sample._taint_rules import masks_of, shape_of
-from funcgrad.per_sample._taint_scale import growth_of, total_of
+from funcgrad._per_sample._taint_numbers import known_of
+from funcgrad._per_sample._taint_rules import masks_of, shape_of
+from funcgrad._per_sample._taint_scale import growth_of, total_of
 
 _UNROLL = 64
 

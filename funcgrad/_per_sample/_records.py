@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcgrad._compat import primitives
-from funcgrad.per_sample import _linear
-from funcgrad.per_sample._plan import Level, Site
-from funcgrad.per_sample._roads import (
+from funcgrad._per_sample import _linear
+from funcgrad._per_sample._plan import Level, Site
+from funcgrad._per_sample._roads import (
     LeafRoad,
     has_lost_digits,
     leaf_squares,
     map_samples,
 )
-from funcgrad.per_sample._sums import norm_dtype, wide
+from funcgrad._per_sample._sums import norm_dtype, wide
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from funcgrad._compat import JaxprEqn
-from funcgrad.per_sample import _masks
+from funcgrad._per_sample import _masks
 
 SAMPLES = 8
 ALL = np.uint8(2**SAMPLES - 1)

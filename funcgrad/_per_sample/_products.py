@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcgrad._compat import gathered
-from funcgrad.per_sample._factors import factors
-from funcgrad.per_sample._records import Records
-from funcgrad.per_sample._roads import Part
-from funcgrad.per_sample._sums import wide
+from funcgrad._per_sample._factors import factors
+from funcgrad._per_sample._records import Records
+from funcgrad._per_sample._roads import Part
+from funcgrad._per_sample._sums import wide
 
 
 def gram(mine: Records, theirs: Records) -> Any:

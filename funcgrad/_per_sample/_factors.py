@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from funcgrad.per_sample._plan import Site
-from funcgrad.per_sample._sums import wide
+from funcgrad._per_sample._plan import Site
+from funcgrad._per_sample._sums import wide
 
 
 @dataclasses.dataclass(frozen=True)

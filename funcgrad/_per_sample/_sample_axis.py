@@ -11,10 +11,10 @@ import numpy as np
 
 from funcgrad._compat import JaxprEqn, open_jaxpr
 from funcgrad._jaxpr import Traced, source_line, trace
-from funcgrad.per_sample import _masks
-from funcgrad.per_sample._taint import ALL, SAMPLES, Blame, Taint, free, is_half
-from funcgrad.per_sample._taint_rules import shape_of
-from funcgrad.per_sample._taint_walk import Walker, same_program
+from funcgrad._per_sample import _masks
+from funcgrad._per_sample._taint import ALL, SAMPLES, Blame, Taint, free, is_half
+from funcgrad._per_sample._taint_rules import shape_of
+from funcgrad._per_sample._taint_walk import Walker, same_program
 
 
 class SampleMixingError(ValueError):

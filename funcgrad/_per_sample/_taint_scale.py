@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from funcgrad._compat import JaxprEqn
-from funcgrad.per_sample import _masks
-from funcgrad.per_sample._taint import (
+from funcgrad._per_sample import _masks
+from funcgrad._per_sample._taint import (
     ALL,
     SAMPLES,
     Blame,
@@ -20,7 +20,7 @@ from funcgrad.per_sample._taint import (
     merge_totals,
     mixes,
 )
-from funcgrad.per_sample._taint_rules import DRAWS, MOVES, SCATTERS, shape_of
+from funcgrad._per_sample._taint_rules import DRAWS, MOVES, SCATTERS, shape_of
 
 # Whose output grows by a factor when all inputs do.
 _HOMOGENEOUS = frozenset(MOVES) | frozenset(

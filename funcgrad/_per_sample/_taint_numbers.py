@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from funcgrad._compat import JaxprEqn
-from funcgrad.per_sample import _masks
-from funcgrad.per_sample._taint import Known
-from funcgrad.per_sample._taint_rules import ELEMENTWISE, MOVES, shape_of
+from funcgrad._per_sample import _masks
+from funcgrad._per_sample._taint import Known
+from funcgrad._per_sample._taint_rules import ELEMENTWISE, MOVES, shape_of
 
 _LIMIT = 1 << 20  # elements; larger tables are not followed
 

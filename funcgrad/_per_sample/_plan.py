@@ -20,7 +20,7 @@ from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, open_jaxpr, primitives
 from funcgrad._compat import Literal as JaxprLiteral
 from funcgrad._jaxpr import Body, bodies
-from funcgrad.per_sample._layout import Layout, follow_layout, is_enlarged
+from funcgrad._per_sample._layout import Layout, follow_layout, is_enlarged
 
 Kind = Literal["dense", "conv", "gather", "value"]
 
