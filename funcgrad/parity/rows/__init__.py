@@ -10,6 +10,7 @@ from funcgrad.parity.rows import (
     engine,
     function,
     hooks,
+    per_sample,
     stopping,
     transforms,
 )
@@ -25,6 +26,7 @@ ROWS: tuple[Row, ...] = tuple(
         checkpointing,
         clipping,
         transforms,
+        per_sample,
         debugging,
         conventions,
     )
