@@ -101,7 +101,8 @@ def of_some(params):
     return samples.noise_scale(), samples.gram()
 
 
-(scale, signal, noise), gram = of_some(params)
+found, gram = of_some(params)
+(signal, noise), scale = found, found.scale
 sizes = 2 ** np.arange(2, 9)
 ranks = np.argsort(rng.random((2000, 512)), 1)
 batches = [(ranks < size).astype(np.float32) / size for size in sizes]
