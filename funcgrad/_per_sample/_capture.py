@@ -103,7 +103,8 @@ def _enters_as_weight(level: Level, index: int, position: int) -> bool:
 
 
 def _site(site: Site, operand: Any, weight: Any, slot: Any) -> Any:
-    slot_kind = slot
+    # The rules close over what is static in the slot, never over its value.
+    norm_only = (slot.gram, slot.value.dtype) if isinstance(slot, NormSlot) else None
 
     @jax.custom_vjp
     def call(operand: Any, weight: Any, slot: Any) -> Any:
@@ -114,10 +115,11 @@ def _site(site: Site, operand: Any, weight: Any, slot: Any) -> Any:
 
     def backward(kept: Any, cotangent: Any) -> Any:
         operand, weight = kept
-        if isinstance(slot_kind, NormSlot):
-            norm = site_norm(site, operand, cotangent, slot_kind.gram)
-            record: Any = NormSlot(norm.astype(slot_kind.value.dtype), slot_kind.gram)
-            return _operand_cotangent(site, operand, weight, cotangent), None, record
+        if norm_only is not None:
+            gram, dtype = norm_only
+            norm = site_norm(site, operand, cotangent, gram).astype(dtype)
+            back = _operand_cotangent(site, operand, weight, cotangent)
+            return back, None, NormSlot(norm, gram)
         if not jnp.issubdtype(operand.dtype, jnp.inexact):
             return None, None, (_to_bits(operand, _record_dtype(operand.dtype)), cotangent)
         back = _operand_cotangent(site, operand, weight, cotangent)
