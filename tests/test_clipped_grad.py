@@ -403,6 +403,25 @@ def test_a_bad_sample_is_left_out_on_every_road():
         assert not np.isfinite(out.norms[2])
 
 
+@pytest.mark.parametrize("road", ["auto", "gram", "two_pass", "materialize"])
+def test_a_batch_of_bad_samples_alone_gives_zeros(road):
+    params, x, y = make_net()
+    out = run_clipped(net, max_norm=1.0, road=road)(params, jnp.full_like(x, jnp.nan), y)
+    assert isinstance(out, fg.ClippedGrads)
+    assert not flat(out.grads).any()
+    assert out.nonfinite == 5
+    assert out.clip_fraction == 0
+
+
+@pytest.mark.parametrize("road", ["gram", "two_pass"])
+def test_each_sample_draws_its_own_mask_on_every_road(road):
+    w, x, key = jnp.ones(32), jnp.ones((4, 32)), jax.random.key(1)
+    clip = fg.clipped_grad(dropout, max_norm=100.0, road=road)
+    assert isinstance(clip, fg.ClippedGrad)
+    expected = fg.clipped_grad(dropout, max_norm=100.0, road="materialize")(w, x, key)
+    assert_close(clip(w, x, key).grads, expected.grads)
+
+
 def test_two_passes_refuse_what_the_model_would_add_in_low_precision():
     params, x, y = make_net(dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"float32 or wider; got bfloat16 at .*\(net\)"):

@@ -413,3 +413,13 @@ def test_explain_names_the_leaf_its_uses_with_their_lines_and_why():
     many_terms = jnp.ones((3, 50, 4))
     small = fg.per_sample(two_layers)(params, many_terms).explain()[1]
     assert small.why == "it is small"
+
+
+def test_explain_and_noise_scale_give_the_public_classes():
+    samples = fg.per_sample(lambda w, x: jnp.tanh(x @ w).sum())(jnp.ones((2, 3)), jnp.eye(2))
+    (road,) = samples.explain()
+    assert isinstance(road, fg.LeafRoad)
+    assert "params" in str(road)
+    noise = samples.noise_scale()
+    assert isinstance(noise, fg.NoiseScale)
+    assert noise.scale == noise.noise / noise.signal

@@ -79,6 +79,7 @@ def test_values_and_aux_come_back_per_sample():
     params, x, y = make_net()
     with_aux = lambda p, x, y: (net(p, x, y), {"twice": 2 * x, "one": 1})
     out = fg.per_sample_grads(with_aux, has_aux=True, chunk_size=2)(params, x, y)
+    assert isinstance(out, fg.PerSampleGrads)
     expected = jnp.stack([net(params, a, b) for a, b in zip(x, y, strict=True)])
     np.testing.assert_allclose(out.values, expected, rtol=1e-6)
     np.testing.assert_array_equal(out.aux["twice"], 2 * x)

@@ -204,7 +204,8 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
                 return jnp.sum(values.astype(wide(values.dtype)) * weights)
 
             for i, grad in zip(index, jax.grad(weighted)([params[i] for i in index]), strict=True):
-                grads[i] = grad.astype(wide(grad.dtype))
+                # Where no sample counts, the stand-in is a bad one too.
+                grads[i] = jnp.where(counts.any(), grad, jnp.zeros_like(grad))
         return _add(sums, grads), (norms, clipped, finite, samples.values, samples.aux)
 
     return step
