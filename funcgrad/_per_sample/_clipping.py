@@ -148,7 +148,8 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
             lambda fast: fast,
             make_varying(gathered(fast), axes),
         )
-        grads, clipped = [None] * len(records.params), []
+        grads: list[Any] = [None] * len(records.params)
+        clipped = []
         for k in range(len(bounds.values)):
             index = bounds.index(k)
             factor = _factor(most[k], k, records, bounds)
@@ -189,7 +190,8 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         safe = [jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, x[stand_in]) for x in mapped]
         axes = varying_axes((mapped, problem.batch.shared))
         params = make_varying(problem.trainable, axes)
-        grads, clipped = [None] * len(params), []
+        grads: list[Any] = [None] * len(params)
+        clipped = []
         for k in range(len(bounds.values)):
             index = bounds.index(k)
             factor = _factor(most[k], k, records, bounds)
