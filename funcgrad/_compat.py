@@ -4,11 +4,15 @@ Oldest supported: 0.10.2.  Newest tried: 0.12.0.  Everything here is public API
 (``jax``, ``jax.core``, ``jax.extend``); what differs is the form of the data.
 """
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.core
 import jax.extend.core as jex
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
 if TYPE_CHECKING:
     # The declared types lack what every value has, such as the shape of a variable.
@@ -24,8 +28,16 @@ else:
 Literal: TypeAlias = jex.Literal
 primitives = jex.primitives
 
+Tracer = jax.core.Tracer
 enable_x64 = jax.enable_x64
 eval_jaxpr = jax.core.eval_jaxpr
+
+
+def is_transforming() -> bool:
+    """Whether a transformation is running here, so that values may be tracers."""
+    now = jex.get_opaque_trace_state()
+    with jax.core.eval_context():
+        return now != jex.get_opaque_trace_state()
 
 
 def open_jaxpr(body: Any) -> tuple[Jaxpr, list[Any]]:
@@ -72,6 +84,25 @@ def make_varying(tree: Any, axes: frozenset[str]) -> Any:
     return jax.tree.map(cast, tree) if axes else tree
 
 
+def manual_axes() -> tuple[tuple[str, ...], bool]:
+    """The mesh axes of the ``shard_map`` around, and whether types say what varies over them."""
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return axes, all(varying_axes(jax.lax.axis_index(axis)) for axis in axes)
+
+
+def is_transposing_shard_map() -> bool:
+    """Whether a ``shard_map`` is being transposed, for a derivative taken around it.
+
+    No public state says so; the name of JAX's rule on the stack does (0.12 has it longer).
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name.startswith("_shard_map_transpose"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def is_split(x: Any, axis: int) -> bool:
     """Whether an axis of ``x`` is spread over a mesh axis of explicit kind."""
     spec = jax.typeof(x).sharding.spec
@@ -89,19 +120,21 @@ def reshape_rows(x: Any, n_axes: int, sizes: tuple[int, ...]) -> Any:
     return jax.lax.reshape(x, shape, out_sharding=sharding.update(spec=spec))
 
 
-def gathered(tree: Any) -> Any:
-    """Leaves whose first axis may be scanned over: an explicit sharding of it is undone."""
+def gathered(tree: Any, axes: Any = None) -> Any:
+    """Leaves whose first axis may be scanned over: an explicit sharding of it is undone.
 
-    def whole(x: Any) -> Any:
-        if not is_split(x, 0):
+    Or another axis of each, by ``axes``, a tree like ``tree``.
+    """
+
+    def whole(x: Any, axis: int = 0) -> Any:
+        if not is_split(x, axis):
             return x
         sharding = jax.typeof(x).sharding
-        rest = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))][1:]
-        return jax.sharding.reshard(
-            x, sharding.update(spec=jax.sharding.PartitionSpec(None, *rest))
-        )
+        spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+        spec[axis] = None
+        return jax.sharding.reshard(x, sharding.update(spec=jax.sharding.PartitionSpec(*spec)))
 
-    return jax.tree.map(whole, tree)
+    return jax.tree.map(whole, tree) if axes is None else jax.tree.map(whole, tree, axes)
 
 
 def replicated_like(*arrays: Any) -> Any:
@@ -110,3 +143,73 @@ def replicated_like(*arrays: Any) -> Any:
         if any(is_split(x, axis) for axis in range(x.ndim)):
             return jax.typeof(x).sharding.update(spec=jax.sharding.PartitionSpec())
     return None
+
+
+def value_name(eqn: Any) -> str | None:
+    """What ``checkpoint_name`` calls the output of ``eqn``; ``None`` for any other equation.
+
+    Under ``jax_remat3`` the name is a primitive of the new kind, which holds it as a field.
+    """
+    if eqn.primitive.name == "name":
+        return eqn.params["name"]
+    held = eqn.params.get("_prim")
+    return held.name if type(held).__name__ == "CheckpointName" else None
+
+
+def scopes(eqn: Any) -> list[str]:
+    """The named scopes of ``eqn``, outermost first, without the marks of transformations."""
+    stack = eqn.source_info.name_stack.stack
+    return [entry.name for entry in stack if type(entry).__name__ == "Scope"]
+
+
+def remat3_enabled() -> bool:
+    """Whether ``jax.checkpoint`` is the new implementation, which knows JAX's policies only."""
+    return bool(getattr(jax.config, "jax_remat3", False))
+
+
+def is_plain_jit(eqn: Any) -> bool:
+    """Whether a call states no placement and no compiler options, so that inlining loses nothing."""
+    stated = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+    placed = any(isinstance(s, jax.sharding.Sharding) for s in stated)
+    return not placed and not eqn.params.get("compiler_options_kvs")
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpointed function is made of."""
+
+    jaxpr: Jaxpr
+    consts: list[Any]
+    policy: Any
+    prevent_cse: bool | tuple[bool, ...]
+
+
+def checkpoint_of(eqn: Any) -> Checkpoint | None:
+    """The body of a ``jax.checkpoint`` equation, in the old form and that of ``jax_remat3``."""
+    if eqn.primitive is primitives.remat_p:
+        params = eqn.params
+        jaxpr, consts = open_jaxpr(params["jaxpr"])
+        return Checkpoint(jaxpr, consts, params["policy"], params["prevent_cse"])
+    held = eqn.params.get("_prim")
+    if type(held).__name__ == "RematTraced":
+        return Checkpoint(*open_jaxpr(held.jaxpr), held.policy, True)
+    return None
+
+
+def zero_tangent(x: Any) -> Any:
+    """The tangent of a value that does not move, as the rule of a primitive may return it."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def zeros_of(cotangent: Any) -> Any:
+    """A cotangent as an array, where a ``custom_vjp`` with symbolic zeros may give none."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, aval.dtype)
+    return ad.instantiate_zeros(ad.Zero(aval))  # with the axes and the sharding of its type
+
+
+def is_saved(verdict: Any) -> bool:
+    """Whether a checkpoint policy has said to save, on the device."""
+    return verdict is True or type(verdict).__name__ == "SaveableType"

@@ -5,14 +5,18 @@ every nested body, ``follow`` tells what depends on what, ``rewrite`` runs it ag
 chosen equations replaced, ``source_line`` finds the user's line of an equation.
 """
 
+from funcgrad._jaxpr._bodies import FUNCTION as FUNCTION
+from funcgrad._jaxpr._bodies import PASS_THROUGH as PASS_THROUGH
 from funcgrad._jaxpr._bodies import Body as Body
 from funcgrad._jaxpr._bodies import bodies as bodies
+from funcgrad._jaxpr._bodies import has_own_backward as has_own_backward
 from funcgrad._jaxpr._bodies import loop_sizes as loop_sizes
 from funcgrad._jaxpr._flow import follow as follow
 from funcgrad._jaxpr._rewrite import bind as bind
 from funcgrad._jaxpr._rewrite import evaluate as evaluate
 from funcgrad._jaxpr._rewrite import rewrite as rewrite
 from funcgrad._jaxpr._source import SourceLine as SourceLine
+from funcgrad._jaxpr._source import calling_line as calling_line
 from funcgrad._jaxpr._source import source_line as source_line
 from funcgrad._jaxpr._trace import Traced as Traced
 from funcgrad._jaxpr._trace import trace as trace

@@ -14,6 +14,8 @@ _CALLS = {
     primitives.call_p,
 }
 _RULES = {primitives.custom_jvp_call_p, primitives.custom_vjp_call_p}
+FUNCTION = "fg_function"  # the primitive of `Function`, which holds its forward as they do theirs
+PASS_THROUGH = "pass_through"  # the primitive of hooks; `back` is what changes on the way back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ def bodies(eqn: JaxprEqn) -> tuple[Body, ...]:
         )
     if prim is primitives.scan_p:
         return (_body("body", params["jaxpr"], "scan", range(n_in), range(n_out)),)
-    if prim in _RULES:
+    if prim in _RULES or prim.name == FUNCTION:
         return (_body("primal", params["call_jaxpr"], "rule", range(n_in), range(n_out)),)
 
     found: list[Body] = []
@@ -89,6 +91,18 @@ def _holds_bodies(params: dict[str, Any]) -> bool:
         is_body(param) or (isinstance(param, tuple | list) and any(map(is_body, param)))
         for param in params.values()
     )
+
+
+def has_own_backward(eqn: JaxprEqn) -> bool:
+    """Whether the way back through ``eqn``, or through what it holds, is the user's own.
+
+    It need not be linear: what it makes of a sum is not the sum of what it makes of each.
+    """
+    if eqn.primitive.name == PASS_THROUGH:
+        return eqn.params["back"] is not None
+    if eqn.primitive is primitives.custom_vjp_call_p or eqn.primitive.name == FUNCTION:
+        return True
+    return any(has_own_backward(inner) for body in bodies(eqn) for inner in body.jaxpr.eqns)
 
 
 def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:

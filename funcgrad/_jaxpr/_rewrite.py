@@ -20,7 +20,7 @@ def bind(eqn: JaxprEqn, *inputs: Any) -> Sequence[Any]:
     """Run one equation as it stands; always a sequence of outputs."""
     params = eqn.primitive.get_bind_params(dict(eqn.params))
     out = eqn.primitive.bind(*inputs, **params)
-    return out if eqn.primitive.multiple_results else [out]
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def rewrite(fun: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
@@ -69,16 +69,29 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Rul
 
 def _touches(eqn: JaxprEqn, rule: Rule) -> bool:
     """Whether ``rule`` replaces anything in the bodies of ``eqn`` that can be rebuilt."""
-    return eqn.primitive.name in _REBUILD and any(
-        rule(inner) is not None or _touches(inner, rule)
+    if eqn.primitive.name not in _REBUILD:
+        return False
+    within = _within(eqn, rule)
+    return any(
+        within(inner) is not None or _touches(inner, within)
         for body in bodies(eqn)
         for inner in body.jaxpr.eqns
     )
 
 
 def _body_fun(eqn: JaxprEqn, rule: Rule, index: int = 0) -> Callable[..., list[Any]]:
-    body = bodies(eqn)[index]
-    return lambda *args: evaluate(body.jaxpr, body.consts, args, rule)
+    body, within = bodies(eqn)[index], _within(eqn, rule)
+    return lambda *args: evaluate(body.jaxpr, body.consts, args, within)
+
+
+def _within(eqn: JaxprEqn, rule: Rule) -> Rule:
+    """The rule for the bodies of ``eqn``: ``rule.enter(eqn)`` where that exists.
+
+    A body that several equations share is one object; a rule with ``enter`` can tell where
+    it stands.
+    """
+    enter = getattr(rule, "enter", None)
+    return rule if enter is None else enter(eqn)
 
 
 def _retrace(eqn: JaxprEqn, rule: Rule, *inputs: Any) -> Sequence[Any]:
@@ -132,7 +145,17 @@ def _while(eqn: JaxprEqn, rule: Rule, *inputs: Any) -> Sequence[Any]:
 
 def _cond(eqn: JaxprEqn, rule: Rule, *inputs: Any) -> Sequence[Any]:
     branches = [_body_fun(eqn, rule, i) for i in range(len(eqn.params["branches"]))]
-    return lax.switch(inputs[0], branches, *inputs[1:])
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(inputs[0], branches, *inputs[1:])
+    # Each branch is compiled for its own platforms only: others may have no such operation.
+    named = {
+        name: run for run, names in zip(branches, platforms, strict=True) for name in names or ()
+    }
+    default = next(
+        (run for run, names in zip(branches, platforms, strict=True) if names is None), None
+    )
+    return lax.platform_dependent(*inputs[1:], default=default, **named)
 
 
 def _shard_map(eqn: JaxprEqn, rule: Rule, *inputs: Any) -> Sequence[Any]:

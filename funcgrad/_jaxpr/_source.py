@@ -51,20 +51,32 @@ def source_line(eqn: JaxprEqn, parents: Sequence[JaxprEqn] = ()) -> SourceLine |
     line inside its own jitted functions: there the line of the innermost of ``parents``,
     the equations around it from the outside in, that has one.  ``None`` when none has.
     """
-    for candidate in (eqn, *reversed(parents)):
-        if line := _own_line(candidate):
-            return line
+    for skipped in ((_PACKAGE, *_LIBRARIES), (_PACKAGE,), ()):
+        for candidate in (eqn, *reversed(parents)):
+            if line := _first(_frames(candidate.source_info), skipped):
+                return line
     return None
 
 
-def _own_line(eqn: JaxprEqn) -> SourceLine | None:
+def calling_line() -> SourceLine | None:
+    """The innermost line of the user's own code among the calls that are running.
+
+    JAX cuts what it tells at a ``jit``: ``None`` where nothing of the user's is traced in it.
+    """
+    return _first(_frames(source_info_util.current()), (_PACKAGE, *_LIBRARIES))
+
+
+def _first(frames: Sequence[SourceLine], skipped: tuple[str, ...]) -> SourceLine | None:
+    for frame in frames:
+        if frame.file.startswith(_USERS) or not frame.file.startswith(skipped):
+            return frame
+    return None
+
+
+def _frames(info: source_info_util.SourceInfo) -> list[SourceLine]:
+    """The frames of a traceback, innermost first."""
     frames = []
-    for text in source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines():
+    for text in source_info_util.summarize(info, num_frames=1000).splitlines():
         if match := _FRAME.match(text):
             frames.append(SourceLine(match["file"], int(match["line"]), match["function"]))
-    frames.reverse()  # innermost first
-    for skipped in ((_PACKAGE, *_LIBRARIES), (_PACKAGE,), ()):
-        for frame in frames:
-            if frame.file.startswith(_USERS) or not frame.file.startswith(skipped):
-                return frame
-    return None
+    return frames[::-1]
