@@ -1,26 +1,9 @@
-"""Rows of section 3: custom derivative rules."""
+"""Rows of section 3 that JAX has itself: rules of one's own with ``custom_vjp``."""
 
 import jax
 import jax.numpy as jnp
 
-from funcgrad.parity._table import Row, agree, row
-
-apply = Row(
-    "function.apply",
-    "Function: forward, setup_context, backward",
-    "class F(torch.autograd.Function); F.apply(x)",
-    "class F(fg.Function); F.apply(x)",
-    needs=("Function",),
-    note="Under reverse and forward mode, any order, vmap, jit, scan and checkpoint.",
-)
-classic = Row(
-    "function.classic",
-    "Function: forward(ctx, ...)",
-    "def forward(ctx, x, scale)",
-    "def forward(ctx, x, scale)",
-    needs=("Function",),
-    note="The older spelling works the same.",
-)
+from funcgrad.parity._table import agree, row
 
 
 @row(
@@ -199,100 +182,6 @@ def vmap_of_rule():
     each = jax.vmap(jax.grad(times, argnums=1), (0, None))(xs, 2.0)
 
     return agree(over_vmap=(over, here, 6), of_vmap=(of, each, [1, 2, 3]))
-
-
-gradient_count = Row(
-    "function.gradient_count",
-    "one gradient per input, None where there is none",
-    "return grad_x, None",
-    "return grad_x, None",
-    needs=("Function",),
-    note="Count, tree, shape and dtype are checked; the error names class and argument.",
-)
-save_for_backward = Row(
-    "function.save_for_backward",
-    "save_for_backward, saved_tensors",
-    "ctx.save_for_backward(x)",
-    "ctx.save_for_backward(x)",
-    needs=("Function", "saved_tensors"),
-    note="What is saved becomes a residual, visible in fg.saved_tensors.",
-)
-ctx_attributes = Row(
-    "function.ctx_attributes",
-    "attributes on ctx",
-    "ctx.scale = scale",
-    "ctx.scale = scale",
-    needs=("Function",),
-    note="Static values only; an array is refused with the fix.",
-)
-needs_input_grad = Row(
-    "function.needs_input_grad",
-    "needs_input_grad, set_materialize_grads",
-    "ctx.needs_input_grad[0]",
-    "ctx.needs_input_grad[0]",
-    needs=("Function",),
-    note="Known when the program is traced.",
-)
-mark_non_differentiable = Row(
-    "function.mark_non_differentiable",
-    "mark_non_differentiable",
-    "ctx.mark_non_differentiable(indices)",
-    "ctx.mark_non_differentiable(indices)",
-    needs=("Function",),
-)
-once_differentiable = Row(
-    "function.once_differentiable",
-    "once_differentiable",
-    "@once_differentiable",
-    "@fg.once_differentiable",
-    needs=("Function", "once_differentiable"),
-    note="A second derivative raises.",
-)
-mark_dirty = Row(
-    "function.mark_dirty",
-    "mark_dirty, in-place forward",
-    "ctx.mark_dirty(x)",
-    "ctx.mark_dirty(x)  # refused",
-    needs=("Function",),
-)
-vmap_static = Row(
-    "function.vmap_static",
-    "a vmap rule of one's own",
-    "def vmap(info, in_dims, x)",
-    "def vmap(info, in_dims, x)",
-    needs=("Function",),
-    note="Honoured where it is given, automatic where not.",
-)
-arguments = Row(
-    "function.arguments",
-    "keyword, tree, integer and closed-over arguments",
-    "F.apply(x, flag)",
-    "F.apply(x, flag=True)",
-    needs=("Function",),
-)
-forward_mode = Row(
-    "function.forward_mode",
-    "forward mode of a custom Function",
-    "def jvp(ctx, t)",
-    "jax.jvp(F.apply, (x,), (t,))",
-    needs=("Function",),
-    note="Derived by transposing backward; a backward that is not linear says so.",
-)
-megatron_pair = Row(
-    "function.megatron_pair",
-    "Megatron's f and g",
-    "class _Copy(torch.autograd.Function)",
-    "fg.collectives.copy_to(x, 'tp')",
-    needs=("Function", "collectives.copy_to"),
-    note="Forward copy with backward sum, and the other way round.",
-)
-fused_kernel = Row(
-    "function.fused_kernel",
-    "a fused kernel with its own backward",
-    "class RMSNorm(torch.autograd.Function)",
-    "class RMSNorm(fg.Function)",
-    needs=("Function",),
-)
 
 
 @row(
