@@ -1,10 +1,14 @@
 """Rows of section 4: detach, no_grad, freezing, and the moving average of a teacher."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from funcgrad.parity._table import Row, agree, row
+import funcgrad as fg
+from funcgrad.parity._table import agree, error_of, row
 
 
 @row(
@@ -30,37 +34,164 @@ def detach():
     return agree(scalar=(a.grad, slope, 1), vector=(x.grad, ones, [1, 1, 1]))
 
 
-no_grad = Row(
+@row(
     "stopping.no_grad",
-    "no_grad block and decorator",
-    "with torch.no_grad(): y = fun(x)",
-    "fg.no_grad(fun)(x)",
+    concept="no_grad block and decorator",
+    torch="with torch.no_grad(): y = fun(x)",
+    here="fg.no_grad(fun)(x)",
     needs=("no_grad",),
     note="Same value, no gradient, no tangent, nothing saved for backward.",
 )
-set_grad_enabled = Row(
+def no_grad():
+    """A target of the weights' own, block and decorator; and the numbers kept for backward."""
+    import torch
+
+    x = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+    w = torch.tensor([[0.5, -0.2], [0.1, 0.3]], requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        with torch.no_grad():
+            target = torch.tanh(torch.tanh(x @ w) @ w)
+        loss = (x @ w * target).sum()
+    loss.backward()
+    # Behind `x @ w` it is x, behind `* target` the target.
+    theirs = sum(t.numel() for t in kept)
+
+    @fg.no_grad
+    def teach(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def distance(w):
+        return (x_ @ w * teach(x_, w)).sum()
+
+    x_, w_ = jnp.array(x.numpy()), jnp.array(w.detach().numpy())
+    value, grad = jax.value_and_grad(distance)(w_)
+    _, tangent = jax.jvp(distance, (w_,), (w_,))
+    residuals = jax.tree.leaves(jax.eval_shape(lambda w: jax.vjp(distance, w)[1], w_))
+
+    return agree(
+        value=(loss, value),
+        grad=(w.grad, grad),
+        tangent=((w * w.grad).sum(), tangent),
+        numbers_kept=(theirs, sum(leaf.size for leaf in residuals), 8),
+    )
+
+
+@row(
     "stopping.set_grad_enabled",
-    "set_grad_enabled(flag), nested",
-    "with torch.set_grad_enabled(flag): ...",
-    "fg.set_grad_enabled(flag)(fun)(x)",
+    concept="set_grad_enabled(flag), nested",
+    torch="with torch.set_grad_enabled(flag): ...",
+    here="fg.set_grad_enabled(flag)(fun)(x)",
     needs=("set_grad_enabled",),
+    note="The innermost wins, as in torch.",
 )
-inference_mode = Row(
+def set_grad_enabled():
+    """Either flag alone, and True within False: what is computed between has no gradient."""
+    import torch
+
+    def nested(x, between, enabled):
+        def outer():
+            a = 3 * x
+            return between(True)(lambda: a * x)()
+
+        return between(False)(outer)() + enabled(lambda: x**2)()
+
+    theirs = []
+    for flag in (True, False):
+        x = torch.tensor(2.0, requires_grad=True)
+        nested(x, torch.set_grad_enabled, torch.set_grad_enabled(flag)).backward()
+        theirs.append(x.grad)
+
+    ours = [
+        jax.grad(lambda x, flag: nested(x, fg.set_grad_enabled, fg.set_grad_enabled(flag)))(2.0, f)
+        for f in (True, False)
+    ]
+
+    return agree(grads=(theirs, ours, [6 + 4, 6]))
+
+
+@row(
     "stopping.inference_mode",
-    "inference_mode",
-    "with torch.inference_mode(): ...",
-    "fg.inference_mode(fun)(x)",
+    concept="inference_mode",
+    torch="with torch.inference_mode(): ...",
+    here="fg.inference_mode(fun)(x)",
     needs=("inference_mode",),
     note="Differentiating through it raises, with the source line.",
 )
-freeze = Row(
+def inference_mode():
+    """w times what was predicted from w: torch raises when it would save it, JAX at the call."""
+    import torch
+
+    def theirs():
+        w = torch.tensor(2.0, requires_grad=True)
+        with torch.inference_mode():
+            predicted = torch.sin(w)
+        (w * predicted).backward()
+
+    def ours(w):
+        return w * fg.inference_mode(jnp.sin)(w)
+
+    said = {
+        "torch": error_of(theirs, RuntimeError, "Inference tensors cannot be saved for backward"),
+        "here": error_of(lambda: jax.grad(ours)(2.0), TypeError, "stopping.py"),
+        "here, forward": error_of(
+            lambda: jax.jvp(ours, (2.0,), (1.0,)), TypeError, "being differentiated"
+        ),
+    }
+    with torch.inference_mode():
+        value = torch.sin(torch.tensor(2.0))
+
+    return agree(value=(value, fg.inference_mode(jnp.sin)(2.0)), said=said)
+
+
+@row(
     "stopping.freeze",
-    "requires_grad_(False), frozen embedding",
-    "embed.weight.requires_grad_(False)",
-    "fg.freeze(params, 'embed')",
-    needs=("freeze",),
+    concept="requires_grad_(False), frozen embedding",
+    torch="embed.weight.requires_grad_(False)",
+    here="fg.freeze('embed').grad(loss)(params)",
+    needs=("freeze", "clip_by_total_norm"),
     note="One specification for gradient, clip norm, weight decay and optimiser state.",
 )
+def freeze():
+    """Ten steps of clipped SGD with momentum and decay; a frozen weight of large slope."""
+    import torch
+
+    embed, head = [[1.0, -2.0], [0.5, -0.0], [3.0, 1.0]], [[0.3], [-0.7]]
+    model = torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Linear(2, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor(embed))
+        model[1].weight.copy_(torch.tensor(head).T)
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
+    norms = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        (model(torch.tensor([0, 2])) ** 2).sum().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+
+    frozen = fg.freeze("embed")
+    params: Any = {"embed": jnp.array(embed), "head": jnp.array(head)}
+    loss = lambda p: ((p["embed"][jnp.array([0, 2])] @ p["head"]) ** 2).sum()
+    clip, decay = fg.clip_by_total_norm(1.0, eps=1e-6), optax.add_decayed_weights(0.5)
+    tx = frozen.optimizer(optax.chain(clip, decay, optax.sgd(0.1, momentum=0.9)))
+    state: Any = tx.init(params)
+    ours = []
+    for _ in range(10):
+        grads = frozen.grad(loss)(params)
+        ours.append(optax.tree.norm(grads))
+        updates, state = tx.update(grads, state, params)
+        params = dict(optax.apply_updates(params, updates))
+
+    numbers = sum(s["momentum_buffer"].numel() for s in optimizer.state.values())
+    held = sum(leaf.size for leaf in jax.tree.leaves(state[1:]))
+    same = np.asarray(params["embed"]).tobytes() == model[0].weight.numpy().tobytes()
+    return agree(
+        head=(model[1].weight.T, params["head"]),
+        norms=(norms, ours),
+        embed_keeps_its_bits=(True, same),
+        optimiser_state=(numbers, held, 2),
+    )
 
 
 @row(
