@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from funcgrad.parity._table import Row, agree, error_of, row
+from funcgrad.parity._table import agree, error_of, row
 
 
 @row(
@@ -99,14 +100,38 @@ def nested():
     )
 
 
-sequential = Row(
+@row(
     "checkpointing.sequential",
-    "checkpoint_sequential",
-    "checkpoint_sequential(funs, segments, x)",
-    "fg.checkpoint_sequential(funs, segments)(x)",
+    concept="checkpoint_sequential",
+    torch="checkpoint_sequential(funs, segments, x)",
+    here="fg.checkpoint_sequential(funs, segments)(x)",
     needs=("checkpoint_sequential",),
     note="Five functions in two segments run 01234, then 01 again.",
 )
+def sequential():
+    """The schedule, read from callbacks, and the gradient of five layers in two segments."""
+    import torch
+    from torch.utils.checkpoint import checkpoint_sequential
+
+    import funcgrad as fg
+
+    theirs, ours = [], []
+    layer = lambda i: lambda x: (theirs.append(i), x.sin())[1]
+    x = torch.tensor(1.0, requires_grad=True)
+    y = checkpoint_sequential([layer(i) for i in range(5)], 2, x, use_reentrant=False)
+    y.backward()
+
+    def step(i):
+        def run(x):
+            jax.debug.callback(lambda: ours.append(i), ordered=True)
+            return jnp.sin(x)
+
+        return run
+
+    grad = jax.grad(fg.checkpoint_sequential([step(i) for i in range(5)], 2))(1.0)
+    jax.effects_barrier()
+
+    return agree(ran=(theirs, ours, [0, 1, 2, 3, 4, 0, 1]), grad=(x.grad, grad))
 
 
 @row(
@@ -139,13 +164,16 @@ def rng():
     concept="a stateful generator inside a checkpoint",
     torch="checkpoint(dropout_module, x)",
     here="nnx.remat(fun)(model, x)",
-    note="NNX Rngs count their draws: jax.checkpoint refuses the change, nnx.remat carries it.",
+    needs=("checkpoint",),
+    note="NNX Rngs count their draws: fg.checkpoint refuses the change, nnx.remat carries it.",
 )
 def rng_nnx():
     """An NNX dropout: refused by ``jax.checkpoint``, the same mask by ``nnx.remat``."""
     import torch
     from flax import nnx
     from torch.utils.checkpoint import checkpoint
+
+    import funcgrad as fg
 
     x = torch.ones(32, requires_grad=True)
     y = checkpoint(torch.nn.Dropout(0.5), x, use_reentrant=False)
@@ -163,33 +191,200 @@ def rng_nnx():
         make(), jnp.ones(32)
     )
 
-    return agree(torch=(y, x.grad), here=(value, grad), said={"jax.checkpoint": refused})
+    # As an argument, JAX takes the model apart: the draw that it counts is lost, and the next
+    # call repeats the mask. fg.checkpoint refuses that.
+    lost, ones = make(), jnp.ones(32)
+    masks = [jax.checkpoint(lambda model, x: model(x))(lost, ones) for _ in range(2)]
+    argument = fg.checkpoint(lambda model, x: model(x))
+    changed = error_of(lambda: argument(make(), ones), ValueError, "count")
+
+    return agree(
+        torch=(y, x.grad),
+        here=(value, grad),
+        lost=(masks[0], masks[1]),
+        said={"jax.checkpoint": refused, "fg.checkpoint": changed},
+    )
 
 
-selective = Row(
+@row(
     "checkpointing.selective",
-    "selective checkpointing (SAC)",
-    "checkpoint(fun, x, context_fn=sac_contexts)",
-    "jax.checkpoint(fun, policy=fg.policies.save_dots)",
-    needs=("policies.save_dots",),
+    concept="selective checkpointing (SAC)",
+    torch="checkpoint(fun, x, context_fn=sac_contexts)",
+    here="fg.checkpoint(fun, policy=fg.policies.save_dots())",
+    needs=("checkpoint", "policies.save_dots", "policies.save_names"),
     note="By operation, by name (unknown names refused), offloaded, combined.",
 )
-budget = Row(
+def selective():
+    """Matrix products that an attention layer runs again: none, the batched or all are kept."""
+    import torch
+    from torch.utils import checkpoint as tc
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    import funcgrad as fg
+
+    def theirs(w, x):
+        q, k, v = (x @ m for m in w)
+        return torch.tanh(torch.softmax(q @ k.transpose(-1, -2), -1) @ v).sum()
+
+    def ours(w, x):
+        q, k, v = (x @ m for m in w)
+        weights = checkpoint_name(jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2)), "weights")
+        return jnp.tanh(weights @ v).sum()
+
+    w, x = torch.randn(3, 4, 4), torch.randn(2, 3, 4)
+    mm, bmm = torch.ops.aten.mm.default, torch.ops.aten.bmm.default
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.count += op in (mm, bmm)
+            return op(*args, **(kwargs or {}))
+
+    def count(*saved):
+        def policy(ctx, op, *args, **kwargs):
+            keep = op in saved
+            return tc.CheckpointPolicy.MUST_SAVE if keep else tc.CheckpointPolicy.MUST_RECOMPUTE
+
+        contexts = lambda: tc.create_selective_checkpoint_contexts(policy)
+        leaf = w.clone().requires_grad_()
+        with Products() as counter:
+            tc.checkpoint(theirs, leaf, x, use_reentrant=False, context_fn=contexts).backward()
+        return counter.count, leaf.grad
+
+    weights, inputs = jnp.asarray(w.numpy()), jnp.asarray(x.numpy())
+
+    def products(policy):
+        grad = jax.grad(fg.checkpoint(ours, policy=policy))
+        return str(jax.make_jaxpr(grad)(weights, inputs)).count("dot_general["), grad
+
+    policies = fg.policies
+    chosen = policies.save_nothing(), policies.save_dots(batched=False), policies.save_dots()
+    here = [products(policy) for policy in chosen]
+    there = [count(*saved) for saved in ((), (mm,), (mm, bmm))]
+    misspelt = policies.save_names("wieghts")
+    refused = error_of(lambda: products(misspelt), ValueError, "Near it: weights")
+
+    return agree(
+        products=([n for n, _ in there], [n for n, _ in here]),
+        recomputed=([n - there[2][0] for n, _ in there], [5, 2, 0]),
+        grads=([g for _, g in there], [grad(weights, inputs) for _, grad in here]),
+        said={"a misspelt name": refused},
+    )
+
+
+@row(
     "checkpointing.budget",
-    "a memory budget for activations",
-    "activation_memory_budget = 0.5",
-    "fg.checkpoint(fun, budget=0.5)",
-    needs=("checkpoint",),
-    note="Bytes or a fraction; the planner picks what to save.",
+    concept="a memory budget for activations",
+    torch="activation_memory_budget = 0.5",
+    here="fg.checkpoint(fun, budget=0.5)",
+    needs=("checkpoint", "plan"),
+    note="Bytes or a fraction; never more work again than torch's solver, the gradient the same.",
 )
-saved_tensor_hooks = Row(
+def budget():
+    """Layers of unequal width: products run again against torch's own solver; the gradient."""
+    import torch
+    from torch._functorch._activation_checkpointing.knapsack import dp_knapsack
+
+    import funcgrad as fg
+
+    widths, rows = [8, 32, 4, 16, 64, 8, 24], 16
+    weights = [torch.randn(m, n) / m for m, n in zip(widths, widths[1:], strict=False)]
+    x = torch.randn(rows, widths[0])
+    inner = widths[1:]
+    # torch's items: bytes over all bytes, and the time to make each again.
+    memory = [n / sum(inner) for n in inner]
+    work = [float(m * n) for m, n in zip(widths, widths[1:], strict=False)]
+    fractions = [0.0, 0.1, 0.25, 0.4, 0.5, 0.75, 0.9, 1.0]
+    theirs = [sum(work[i] for i in dp_knapsack(memory, work, b)[2]) / sum(work) for b in fractions]
+
+    def torch_loss(weights):
+        h = x
+        for w in weights:
+            h = torch.tanh(h @ w)
+        return h.sum()
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    leaves = [w.clone().requires_grad_() for w in weights]
+    grads = torch.autograd.grad(torch_loss(leaves), leaves)
+    arrays, x_array = [jnp.asarray(w.numpy()) for w in weights], jnp.asarray(x.numpy())
+    nbytes = [int(b * sum(inner) * rows * 8) for b in fractions]
+    curve = fg.plan(loss, nbytes, argnums=0)(arrays, x_array)
+    ours = [plan.recompute_matmul for plan in curve]
+    planned = jax.grad(fg.checkpoint(loss, budget=0.5))(arrays, x_array)
+    more = [max(0.0, here - there) for here, there in zip(ours, theirs, strict=True)]
+
+    return agree(
+        more_work_than_torch=(more, [0.0] * len(more)),
+        within=([p.nbytes <= b for p, b in zip(curve, nbytes, strict=True)], [True] * len(nbytes)),
+        gradient=tuple(
+            jnp.concatenate([jnp.ravel(jnp.asarray(g)) for g in side])
+            for side in ([g.numpy() for g in grads], planned)
+        ),
+        said={"products run again": {"torch": theirs, "here": ours}},
+    )
+
+
+@row(
     "checkpointing.saved_tensors_hooks",
-    "saved_tensors_hooks, save_on_cpu",
-    "saved_tensors_hooks(pack, unpack)",
-    "fg.saved_tensor_hooks(fun, pack, unpack)",
-    needs=("saved_tensor_hooks",),
-    note="Keep residuals as bfloat16, int8, or on the host.",
+    concept="saved_tensors_hooks, save_on_cpu",
+    torch="saved_tensors_hooks(pack, unpack)",
+    here="fg.saved_tensor_hooks(fun, pack, unpack)",
+    needs=("saved_tensor_hooks", "packs.int8.pack"),
+    note="Keep residuals as bfloat16, int8, or on the host; leaves only when asked.",
 )
+def saved_tensor_hooks():
+    """What is kept times ten: 20, 40, 60, its derivative 20; int8 within 1/254 of the row."""
+    import torch
+
+    import funcgrad as fg
+
+    tenfold = lambda x: 10 * x, lambda x: x
+    a = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(*tenfold):
+        (first,) = torch.autograd.grad((a * a).sum(), a, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), a)
+
+    # torch packs leaves too; here an argument is kept by its owner, unless one asks.
+    product = lambda a: (a * a).sum()
+    hooked = fg.saved_tensor_hooks(product, *tenfold, where=lambda saved: True)
+    grad = jax.grad(hooked)
+    points = jnp.array([1.0, 2.0, 3.0])
+    left = jax.grad(fg.saved_tensor_hooks(product, *tenfold))(points)
+
+    x = torch.randn(8, 64)
+
+    class Int8(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self):
+            scale = lambda x: x.abs().amax(-1, keepdim=True) / 127
+            super().__init__(
+                lambda x: ((x / scale(x)).round().to(torch.int8), scale(x)),
+                lambda packed: packed[0].to(packed[1].dtype) * packed[1],
+            )
+
+    leaf = x.clone().requires_grad_()
+    with Int8():
+        leaf.sin().sin().sum().backward()
+    twice = lambda x: jnp.sin(jnp.sin(x)).sum()
+    inputs = jnp.asarray(x.numpy())
+    small = fg.saved_tensor_hooks(twice, *fg.packs.int8)
+    sizes = [fg.saved_tensors(fun)(inputs).bytes for fun in (twice, small)]
+    exact = jax.grad(twice)(inputs)
+    bound = 3 / 254  # two factors below one, each within 1/254 of its row's largest
+    near = [float(abs(grad - exact).max()) < bound for grad in (jax.grad(small)(inputs),)]
+    torch_near = float(abs(leaf.grad.numpy() - exact).max()) < bound
+
+    return agree(
+        first=(first, grad(points), [20, 40, 60]),
+        second=(second, jax.grad(lambda a: grad(a).sum())(points), [20, 20, 20]),
+        leaves_left_alone=(left, [2, 4, 6]),
+        within_the_bound=(torch_near, near[0], True),
+        bytes=(sizes, [2 * 8 * 64 * 8, 2 * 8 * (64 + 8)]),
+    )
 
 
 @row(

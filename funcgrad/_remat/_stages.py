@@ -1,0 +1,101 @@
+"""What is live together, stage by stage: the rows that a budget for the peak adds."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from funcgrad._remat._cost import VIEWS, nbytes
+from funcgrad._remat._graph import Graph
+from funcgrad._remat._level import held_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The forward program cut where little crosses; backward visits the stages from the last.
+
+    ``of_step[i]`` is the stage of a step of the graph, ``None`` where it reads arguments only
+    and may run anywhere; ``of_node`` likewise.
+    """
+
+    count: int
+    of_step: list[int | None]
+    of_node: list[int | None]
+
+    @staticmethod
+    def of(graph: Graph) -> "Stages":
+        """Cut at the places where the fewest bytes cross, loops whole."""
+        level = graph.level
+        ops = level.forward.ops
+        cuts = _cuts(level)
+        stage_of_place = np.searchsorted(cuts, np.arange(len(ops)), side="right")
+        of_op: dict[int, int] = {}
+        for place, op in enumerate(ops):
+            stage = int(stage_of_place[place])
+            if op.eqn.primitive is held_p:
+                held = level.loops[op.eqn.params["key"]]
+                _mark(held, stage, of_op)
+                of_op[id(held.op)] = stage
+            of_op[id(op)] = stage
+        of_step: list[int | None] = []
+        light: list[bool] = []
+        for step in graph.steps:
+            reads_light = all(
+                graph.nodes[n].step is not None and light[graph.nodes[n].step or 0]
+                for n in step.reads
+            )
+            light.append(reads_light and step.op.loop is None and step.allowed)
+            of_step.append(None if light[-1] else of_op.get(id(step.op), 0))
+        of_node = [None if n.step is None else of_step[n.step] for n in graph.nodes]
+        for number, node in enumerate(graph.nodes):
+            if node.step is None:  # carried through a loop: the stage of the loop
+                level_of = graph.candidates[node.candidate].op
+                of_node[number] = of_op.get(id(level_of), 0)
+        return Stages(len(cuts) + 1, of_step, of_node)
+
+
+def _mark(held: Any, stage: int, of_op: dict[int, int]) -> None:
+    for op in held.level.forward.ops:
+        of_op[id(op)] = stage
+    for inner in held.level.loops.values():
+        of_op[id(inner.op)] = stage
+        _mark(inner, stage, of_op)
+
+
+def _cuts(level: Any) -> Sequence[int]:
+    """Places before which the bytes that cross are at a low, each a stage's first."""
+    program = level.forward
+    last: dict[int, int] = {}
+    for place, op in enumerate(program.ops):
+        for atom in op.inputs:
+            if isinstance(atom, int):
+                last[atom] = place
+    # What follows from arguments only crosses anywhere at no harm.
+    outside = set(program.inputs)
+    for op in program.ops:
+        if all(a in outside for a in op.inputs if isinstance(a, int)) and op.eqn.primitive.name in (
+            *VIEWS,
+            "slice",
+            "transpose",
+            "convert_element_type",
+            "dynamic_slice",
+        ):
+            outside.update(op.outputs)
+    crossing = np.zeros(len(program.ops) + 1)
+    for place, op in enumerate(program.ops):
+        for out in op.outputs:
+            if out in last and out not in outside:
+                crossing[place + 1 : last[out] + 1] += nbytes(program.avals[out])
+    inner = crossing[1:-1]
+    positive = inner[inner > 0]
+    if not positive.size:
+        return []
+    # A tensor or two: where a residual stream passes alone.
+    low = np.quantile(positive, 0.02) * 1.01
+    cuts, inside = [], False
+    for place in range(1, len(program.ops)):
+        if crossing[place] <= low and not inside:
+            cuts.append(place)
+        inside = crossing[place] <= low
+    return cuts

@@ -1,0 +1,364 @@
+"""Budgets: kept bytes never above them, gradients as without, the least work again."""
+
+import itertools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from conftest import DEEP, PROGRAMS
+from funcgrad._remat._budget import checkpoint_under_budget
+from funcgrad._remat._plan import plan
+from funcgrad._remat._planner import Flat, Planner
+from funcgrad._remat._solve import Infeasible, _Problem, solve
+from programs import programs
+
+
+def kept_bytes(fun, *args):
+    """Bytes of the leaves of the vjp's closure that are neither arguments nor constants."""
+    closed = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args)
+    jaxpr = getattr(closed, "jaxpr", closed)
+    free = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars)}
+    made = {id(v): v.aval for v in jaxpr.outvars if not hasattr(v, "val") and id(v) not in free}
+    return sum(aval.size * aval.dtype.itemsize for aval in made.values())
+
+
+def matmuls(fun, *args):
+    text = str(jax.make_jaxpr(jax.grad(fun, argnums=tuple(range(len(args)))))(*args))
+    return text.count("dot_general[")
+
+
+def grads(fun, *args):
+    return jax.jit(jax.value_and_grad(fun, argnums=tuple(range(len(args)))))(*args)
+
+
+def assert_equal(a, b, rtol=2e-5):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        scale = float(jnp.abs(jnp.where(jnp.isfinite(y), y, 0)).max(initial=0)) + 1e-30
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * scale)
+
+
+def net(w, x):
+    for i in range(4):
+        x = jax.nn.gelu(x @ w[i])
+        x = x - x.mean(-1, keepdims=True)
+    return jax.nn.softmax(x).var()
+
+
+def scanned(w, x):
+    def body(x, w):
+        x = jax.nn.gelu(x @ w)
+        return x - x.mean(-1, keepdims=True), x.sum()
+
+    x, sums = lax.scan(body, x, w)
+    return (jax.nn.softmax(x) * sums.sum()).var()
+
+
+def inputs(n=4, rows=8, width=8):
+    w, x = jax.random.split(jax.random.key(0))
+    return jax.random.normal(w, (n, width, width)) / 2, jax.random.normal(x, (rows, width))
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.35, 1.0])
+def test_kept_bytes_stay_within_the_budget_and_gradients_are_the_same(budget):
+    args = inputs()
+    planned = checkpoint_under_budget(net, budget)
+    assert kept_bytes(planned, *args) <= budget * kept_bytes(net, *args)
+    assert_equal(grads(planned, *args), grads(net, *args))
+
+
+@pytest.mark.parametrize("budget", [0.4, 1.0])
+def test_a_loop_is_planned_inside(budget):
+    args = inputs()
+    planned = checkpoint_under_budget(scanned, budget)
+    assert kept_bytes(planned, *args) <= budget * kept_bytes(scanned, *args)
+    assert_equal(grads(planned, *args), grads(scanned, *args))
+
+
+def test_everything_kept_computes_nothing_again_and_nothing_kept_each_product_once():
+    args = inputs()
+    plain = matmuls(net, *args)
+    assert matmuls(checkpoint_under_budget(net, 1.0), *args) == plain
+    assert matmuls(checkpoint_under_budget(net, 0.0), *args) == plain + 4
+
+
+def test_bytes_are_bytes():
+    args = inputs()
+    assert kept_bytes(checkpoint_under_budget(net, 700), *args) <= 700
+    curve = plan(net, [700, 0.5])(*args)
+    assert curve[0].nbytes <= 700
+    assert curve[1].nbytes <= 0.5 * curve.plain_nbytes
+    # JAX keeps a scalar more where its own functions are jitted.
+    assert abs(curve.plain_nbytes - kept_bytes(net, *args)) <= 16
+
+
+def test_a_budget_below_what_a_loop_carries_names_the_least_possible():
+    args = inputs()
+    with pytest.raises(ValueError, match="the least possible is") as error:
+        grads(checkpoint_under_budget(scanned, 16), *args)
+    least = int(str(error.value).split("budget=")[1].split()[0])
+    planned = checkpoint_under_budget(scanned, least)
+    assert kept_bytes(planned, *args) == least
+    assert_equal(grads(planned, *args), grads(scanned, *args))
+    assert plan(scanned, [16])(*args).infeasible == (16,)
+
+
+@pytest.mark.parametrize(
+    ("budget", "kind", "error", "words"),
+    [
+        (-1, "residuals", ValueError, "0 or more; got -1"),
+        (1.5, "residuals", ValueError, "from 0.0 to 1.0; got 1.5"),
+        (float("nan"), "residuals", ValueError, "got nan"),
+        (True, "residuals", TypeError, "got True"),
+        ("1GB", "residuals", TypeError, "got '1GB'"),
+        (0.5, "both", ValueError, "got 'both'"),
+    ],
+)
+def test_what_is_no_budget_is_refused(budget, kind, error, words):
+    with pytest.raises(error, match=words):
+        checkpoint_under_budget(net, budget, kind)
+    with pytest.raises(error, match=words):
+        plan(net, [budget], budget_kind=kind)
+
+
+def test_nothing_differentiable_is_left_alone_and_cannot_be_planned():
+    fun = lambda n: n * 2 + 1
+    assert checkpoint_under_budget(fun, 0.0)(jnp.arange(3)).tolist() == [1, 3, 5]
+    with pytest.raises(ValueError, match="got none that is floating"):
+        plan(fun, [0.5])(jnp.arange(3))
+    constant = checkpoint_under_budget(lambda x: jnp.ones(3).sum(), 0.0)
+    assert jax.grad(constant)(2.0) == 0
+
+
+def test_dtypes_are_kept_and_mix():
+    def fun(tree, key):
+        h = tree["bf16"] @ tree["f32"].astype(jnp.bfloat16)
+        h = jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h, 0)
+        z = (jnp.fft.fft(h.astype(jnp.float32)) * tree["c64"]).sum()
+        return jnp.tanh(h).astype(jnp.float32).sum() + jnp.abs(z) + tree["n"].sum()
+
+    rng = np.random.default_rng(0)
+    tree = {
+        "bf16": jnp.asarray(rng.normal(size=(4, 6)), jnp.bfloat16),
+        "f32": jnp.asarray(rng.normal(size=(6, 5)), jnp.float32),
+        "c64": jnp.asarray(rng.normal(size=5) + 1j * rng.normal(size=5), jnp.complex64),
+        "n": jnp.arange(3),
+    }
+    for budget in (0.0, 0.5):
+        planned = checkpoint_under_budget(fun, budget)
+        of = lambda f: jax.jit(jax.grad(f, allow_int=True))(tree, jax.random.key(1))
+        a, b = of(planned), of(fun)
+        assert jax.tree.map(lambda x: x.dtype, a) == jax.tree.map(lambda x: x.dtype, b)
+        del a["n"], b["n"]
+        assert_equal(
+            jax.tree.map(lambda x: x.astype(jnp.complex64), a),
+            b | {k: v.astype(jnp.complex64) for k, v in b.items()},
+            rtol=2e-2,
+        )
+
+
+def test_static_arguments_none_leaves_and_keywords_pass():
+    def fun(params, x, name, *, scale=None, n):
+        assert name == "name"
+        for _ in range(len(n)):
+            x = jnp.tanh(x * params["w"])
+        return x.sum() if scale is None else scale * x.sum()
+
+    args = {"w": jnp.ones(3), "none": None}, jnp.ones(3), "name"
+    planned = checkpoint_under_budget(fun, 0.0)
+    assert_equal(jax.grad(planned)(*args, n="abc")["w"], jax.grad(fun)(*args, n="abc")["w"])
+    assert planned.__name__ == "fun"
+
+
+def test_dropout_draws_the_same_mask_again():
+    def fun(x, key):
+        for k in jax.random.split(key, 3):
+            x = jnp.where(jax.random.bernoulli(k, 0.5, x.shape), jnp.sin(x) * 2, 0)
+        return x.sum()
+
+    x, key = jnp.linspace(0, 1, 32), jax.random.key(0)
+    for budget in (0.0, 0.3):
+        planned = checkpoint_under_budget(fun, budget)
+        assert_equal(jax.jit(jax.grad(planned))(x, key), jax.jit(jax.grad(fun))(x, key))
+
+
+def test_random_numbers_without_a_key_are_kept_never_drawn_again():
+    from jax.lax import rng_uniform
+
+    def fun(x):
+        return (jnp.sin(x) * rng_uniform(0.0, 1.0, (16,))).sum()
+
+    planned = checkpoint_under_budget(fun, 64)
+    text = str(jax.make_jaxpr(jax.grad(planned))(jnp.ones(16)))
+    assert text.count("rng_uniform") == 1
+    with pytest.raises(ValueError, match="the least possible is 64 bytes"):
+        jax.grad(checkpoint_under_budget(fun, 0))(jnp.ones(16))
+
+
+def test_effects_run_once():
+    seen = []
+
+    def fun(x):
+        h = jnp.sin(x)
+        jax.debug.callback(lambda h: seen.append(float(h)), h)
+        return jnp.sin(h)
+
+    jax.grad(checkpoint_under_budget(fun, 0))(1.0)
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+def test_an_assigned_argument_is_refused():
+    from flax import nnx
+
+    def fun(model, x):
+        return model(x).sum()
+
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="leaves its arguments as they are"):
+        jax.grad(checkpoint_under_budget(fun, 0.5), argnums=1)(model, jnp.ones(8))
+
+
+@hypothesis.settings(max_examples=300 if DEEP else PROGRAMS // 8)
+@hypothesis.given(programs(), hypothesis.strategies.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
+def test_generated_programs_keep_their_budget_and_their_gradients(program, fraction):
+    x, t = program.inputs()
+    args = program.params(), x
+    fun = lambda params, x: program.loss(params, x, t)
+    plain = kept_bytes(fun, *args)
+    budget = fraction
+    try:
+        kept = kept_bytes(checkpoint_under_budget(fun, budget), *args)
+    except ValueError as error:
+        assert "the least possible is" in str(error)
+        budget = int(str(error).split("budget=")[1].split()[0])
+        kept = kept_bytes(checkpoint_under_budget(fun, budget), *args)
+        assert budget > fraction * plain
+    assert kept <= (budget if isinstance(budget, int) else budget * plain)
+    planned = checkpoint_under_budget(fun, budget)
+    assert_equal(grads(planned, *args), grads(fun, *args), rtol=2e-4)
+
+
+def planner_of(fun, *args):
+    flat = Flat.of(fun, args, {}, "test")
+    return Planner(flat, flat.values, [True] * len(flat.values))
+
+
+def test_the_integer_program_equals_trying_every_choice():
+    def fun(x, w):
+        h = jnp.sin(x @ w)
+        return (h * jnp.exp(h)).sum()
+
+    graph = planner_of(fun, jnp.ones((3, 4)), jnp.ones((4, 5))).graph
+    within = sorted(_Problem(graph).candidates)
+    choices = [graph.closure(kept) for n in range(5) for kept in itertools.combinations(within, n)]
+    for budget in range(0, graph.keeping().nbytes + 1, 20):
+        best = min(c.cost for c in choices if c is not None and c.nbytes <= budget)
+        solution = solve(graph, budget, gap=0.0)
+        assert solution.closure.nbytes <= budget
+        assert solution.closure.cost == pytest.approx(best)
+
+
+def test_no_policy_runs_less_again_at_its_own_bytes():
+    for fun in (net, scanned):
+        planner = planner_of(fun, *inputs())
+        for name, hand in planner.by_hand.items():
+            assert planner.choose(hand.nbytes).closure.cost <= hand.cost, name
+
+
+def test_prices_stand_in_where_the_time_runs_out():
+    graph = planner_of(net, *inputs()).graph
+    problem = _Problem(graph)
+    budget = graph.keeping().nbytes // 3
+    exact = solve(graph, budget, gap=0.0).closure
+    found, bound = problem.priced(budget)
+    assert found is not None
+    assert found.nbytes <= budget
+    assert bound <= exact.cost * (1 + 1e-6)
+    assert exact.cost <= found.cost <= 2 * exact.cost
+    solution = solve(graph, budget, time_limit=0.0)
+    assert solution.closure.nbytes <= budget
+    assert solution.gap >= 0
+    with pytest.raises(Infeasible):
+        solve(planner_of(scanned, *inputs()).graph, 16)
+
+
+def test_views_and_masks_are_not_kept_where_they_cost_nothing():
+    def fun(x):
+        for _ in range(3):
+            x = jax.nn.relu(jnp.broadcast_to(x.T[:, None], (8, 2, 8)).sum(1)) * 0.9
+        return x.sum()
+
+    curve = plan(fun, [0.0, 1.0])(jnp.ones((8, 8)))
+    assert curve[1].recompute == 0
+    names = {value.operation for value in plan(fun, [0.4])(jnp.ones((8, 8)))[0].kept}
+    assert not names & {"broadcast_in_dim", "reshape"}
+
+
+def test_the_explanation_names_lines_and_reasons():
+    curve = plan(scanned, [0.5])(*inputs())
+    text = curve[0].explain()
+    assert "test_remat_plan.py" in text
+    assert "cannot run again" in text
+    assert "carried f32[8,8] ×4" in text
+    assert f"{curve[0].recompute:.1%}" in text
+    assert sum(value.nbytes for value in curve[0].kept) == curve[0].nbytes
+    assert "integer program" in str(curve)
+
+
+def test_plans_need_types_only_and_take_argnums():
+    w, x = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs())
+    of_both = plan(net, [1.0])(w, x)
+    of_w = plan(net, [1.0], argnums=0)(w, x)
+    assert of_w.plain_nbytes <= of_both.plain_nbytes
+    weights, rows = inputs()
+    kept = kept_bytes(lambda w: net(w, rows), weights)
+    assert abs(of_w.plain_nbytes - kept) <= 16
+
+
+def test_work_of_unrolled_code_comes_after_the_cotangent():
+    def temp_bytes(fun, *args):
+        compiled = jax.jit(jax.grad(fun)).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    def fun(x):
+        for i in range(12):
+            x = jnp.sin(x @ jnp.full((64, 64), 0.1 + i))
+        return x.sum()
+
+    x = jnp.ones((256, 64))
+    planned = temp_bytes(checkpoint_under_budget(fun, 0.3), x)
+    assert planned < 0.8 * temp_bytes(fun, x)
+
+
+def temporaries(fun, *args):
+    compiled = jax.jit(jax.value_and_grad(fun)).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def wide(x, w):
+    return lax.scan(lambda x, w: (jnp.tanh(jnp.sin(x @ w) * jnp.exp(-x)), None), x, w)[0].sum()
+
+
+def test_a_budget_for_the_peak_is_honoured_by_what_is_compiled():
+    args = jnp.ones((64, 16)), jnp.ones((8, 16, 16))
+    (planned,) = plan(wide, [0.5], budget_kind="peak", argnums=0)(*args)
+    assert planned.temp_bytes <= 0.5 * planned.plain_temp_bytes
+    assert planned.plain_temp_bytes == pytest.approx(temporaries(wide, *args), rel=0.1)
+    under = checkpoint_under_budget(wide, planned.temp_bytes, "peak")
+    assert temporaries(under, *args) <= 1.1 * planned.temp_bytes
+    assert_equal(jax.jit(jax.grad(under))(*args), jax.jit(jax.grad(wide))(*args))
+
+
+def test_a_peak_that_needs_no_plan_is_left_alone_and_one_out_of_reach_says_so():
+    args = jnp.ones((64, 16)), jnp.ones((8, 16, 16))
+    (plain,) = plan(wide, [1.0], budget_kind="peak", argnums=0)(*args)
+    assert plain.method == "as it is"
+    assert plain.recompute == 0
+    fun = lambda x: jnp.sin(x).sum()
+    with pytest.warns(UserWarning, match="no plan lowers the temporaries"):
+        jax.grad(checkpoint_under_budget(lambda x: fun(jnp.cumsum(x)), 0, "peak"))(jnp.ones(64))
