@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from funcgrad.parity._table import Row, agree, row
+from funcgrad.parity._table import agree, error_of, row
 
 
 @row(
@@ -32,38 +32,142 @@ def total_norm():
     )
 
 
-clip_grad_norm = Row(
+@row(
     "clipping.clip_grad_norm",
-    "clip_grad_norm_",
-    "clip_grad_norm_(params, 1.0)",
-    "fg.clip_grad_norm(grads, 1.0)",
+    concept="clip_grad_norm_",
+    torch="clip_grad_norm_(params, 1.0)",
+    here="fg.clip_grad_norm(grads, 1.0)",
     needs=("clip_grad_norm",),
-    note="Returns the clipped tree and the norm; any order.",
+    note="Returns the clipped tree and the norm; torch's factor to the bit with eps=1e-6.",
 )
-nonfinite = Row(
+def clip_grad_norm():
+    """[3, 4] with [12] to the bit, and orders from ½ to inf, for which sums may be rounded."""
+    import torch
+
+    import funcgrad as fg
+
+    def theirs(norm_type):
+        params = [torch.nn.Parameter(torch.zeros(n)) for n in (2, 1)]
+        params[0].grad, params[1].grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+        norm = torch.nn.utils.clip_grad_norm_(params, 1.0, norm_type=norm_type)
+        return [float(x) for x in (norm, *params[0].grad, *params[1].grad)]
+
+    def ours(order):
+        grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([12.0])}
+        clipped, norm = fg.clip_grad_norm(grads, 1.0, order=order, eps=1e-6)
+        return [float(x) for x in (norm, *clipped["w"], *clipped["b"])]
+
+    known = [13, 3 / 13.000001, 4 / 13.000001, 12 / 13.000001]
+    orders = [0.5, 1.0, 3.0, float("inf"), -float("inf")]
+    return agree(
+        bits=(theirs(2.0) == ours(2.0), True),
+        two=(theirs(2.0), ours(2.0), known),
+        orders=([theirs(p) for p in orders], [ours(p) for p in orders]),
+        tolerance=1e-12,
+    )
+
+
+@row(
     "clipping.error_if_nonfinite",
-    "error_if_nonfinite",
-    "clip_grad_norm_(params, 1.0, error_if_nonfinite=True)",
-    "fg.clip_grad_norm(grads, 1.0, nonfinite='raise')",
+    concept="error_if_nonfinite",
+    torch="clip_grad_norm_(params, 1.0, error_if_nonfinite=True)",
+    here="fg.clip_grad_norm(grads, 1.0, nonfinite='raise')",
     needs=("clip_grad_norm",),
-    note="Raise, zero or keep.",
+    note="Raise, zero or keep; under jit, where a value cannot be looked at: zero or keep.",
 )
-overflow = Row(
+def nonfinite():
+    """Both raise, here with the leaf's name; kept as in torch; or zeros."""
+    import torch
+
+    import funcgrad as fg
+
+    def clip(value, **options):
+        p = torch.nn.Parameter(torch.zeros(2))
+        p.grad = torch.tensor([value, 1.0])
+        return [torch.nn.utils.clip_grad_norm_([p], 1.0, **options), *p.grad]
+
+    def kept(value, **options):
+        clipped, norm = fg.clip_grad_norm({"w": jnp.array([value, 1.0])}, 1.0, **options)
+        return [norm, *clipped["w"]]
+
+    nan, inf = float("nan"), float("inf")
+    said = {
+        "torch": error_of(lambda: clip(nan, error_if_nonfinite=True), RuntimeError, "non-finite"),
+        "here": error_of(lambda: kept(nan, nonfinite="raise"), FloatingPointError, "grads['w']"),
+    }
+    return agree(
+        nan=(clip(nan), kept(nan)),
+        inf=(clip(inf), kept(inf)),
+        zeros=(kept(nan, nonfinite="zero"), [nan, 0, 0]),
+        said=said,
+    )
+
+
+@row(
     "clipping.overflow",
-    "a norm that overflows",
-    "clip_grad_norm_(params, 1.0)  # grads of 1e20",
-    "fg.clip_grad_norm(grads, 1.0)",
+    concept="a norm that overflows",
+    torch="clip_grad_norm_(params, 1.0)  # grads of 1e20",
+    here="fg.clip_grad_norm(grads, 1.0)",
     needs=("clip_grad_norm",),
-    note="Scaled accumulation: the norm stays finite.",
+    note="In torch and Optax large gradients become zeros; here the norm is right.",
+    differs=True,
 )
-distributed = Row(
+def overflow():
+    """Four of 1e20 in float32, a hundred of 300 in float16."""
+    import torch
+
+    import funcgrad as fg
+
+    def theirs(value, n, dtype):
+        p = torch.nn.Parameter(torch.zeros(n, dtype=dtype))
+        p.grad = torch.full((n,), value, dtype=dtype)
+        norm = torch.nn.utils.clip_grad_norm_([p], 1.0)
+        return [float(norm), float(p.grad[0])]
+
+    def with_optax(value, n, dtype):
+        grads = jnp.full(n, value, dtype)
+        clipped, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+        return jnp.asarray(clipped)[0]
+
+    def ours(value, n, dtype):
+        clipped, norm = fg.clip_grad_norm(jnp.full(n, value, dtype), 1.0)
+        return [float(norm) / value, float(clipped[0])]
+
+    return agree(
+        torch=(theirs(1e20, 4, torch.float32), [float("inf"), 0]),
+        optax=(with_optax(1e20, 4, jnp.float32), with_optax(300.0, 100, jnp.float16), 0),
+        here=(ours(1e20, 4, jnp.float32), [2, 0.5]),
+        float16=(ours(300.0, 100, jnp.float16), [10, 0.1]),
+        tolerance=1e-4,
+    )
+
+
+@row(
     "clipping.distributed",
-    "norm of sharded gradients",
-    "dist.all_reduce(norm**2)",
-    "jax.shard_map(fg.clip_grad_norm, ...)",
+    concept="norm of sharded gradients",
+    torch="dist.all_reduce(norm**2)",
+    here="jax.shard_map(fg.clip_grad_norm, ...)",
     needs=("clip_grad_norm",),
-    note="Sharded leaves are reduced once, replicated leaves counted once.",
+    note="Sharded leaves are reduced once, replicated leaves counted once: 12.49, not 14.28.",
 )
+def distributed():
+    """The reduction of two ranks by hand; ours on two devices where there are two."""
+    import torch
+
+    import funcgrad as fg
+
+    parts, copy = [6.0, 6.0, 6.0, 0.0], [4.0, 4.0, 4.0]
+    ranks = [torch.tensor(parts[:2]), torch.tensor(parts[2:])]
+    theirs = torch.sqrt(sum((part**2).sum() for part in ranks) + (torch.tensor(copy) ** 2).sum())
+
+    spec = jax.sharding.PartitionSpec
+    n = min(2, jax.device_count())
+    mesh = jax.make_mesh((n,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"parts": spec("data"), "copy": spec()}
+    norm_of = lambda grads: fg.clip_grad_norm(grads, 1.0).norm
+    run = jax.shard_map(norm_of, mesh=mesh, in_specs=(specs,), out_specs=spec())
+    norm = run({"parts": jnp.array(parts), "copy": jnp.array(copy)})
+    return agree(norm=(theirs, norm, 156**0.5))
 
 
 @row(
@@ -111,14 +215,40 @@ def mean_of_means():
     return agree(full=(full, grad(w, x), [48, 64]), means=(p.grad, means, [64, 83]))
 
 
-micro_batches = Row(
+@row(
     "clipping.micro_batches",
-    "micro-batches, weighted",
-    "(loss_sum(micro) / tokens).backward()",
-    "fg.accumulate_grads(fun, microbatch)",
+    concept="micro-batches, weighted",
+    torch="(loss_sum(micro) / tokens).backward()",
+    here="fg.accumulate_grads(fun, microbatch_size)",
     needs=("accumulate_grads",),
     note="Sum of losses over sum of weights: equal to the full batch, uneven tail and all.",
 )
+def micro_batches():
+    """Samples of 1, 3 and 2 tokens, two at a time, each token of equal weight."""
+    import torch
+
+    import funcgrad as fg
+
+    data, counts = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]], [1, 3, 2]
+
+    w, x = torch.tensor(2.0, requires_grad=True), torch.tensor(data)
+    keep = torch.arange(3) < torch.tensor(counts)[:, None]
+    for rows in (slice(0, 2), slice(2, 3)):
+        ((((x[rows] * w - 1) ** 2) * keep[rows]).sum() / sum(counts)).backward()
+
+    def losses_and_tokens(w, x, counts):
+        keep = jnp.arange(3)[None] < counts[:, None]
+        return jnp.where(keep, (x * w - 1) ** 2, 0).sum(1), counts
+
+    batch = jnp.array(data), jnp.array(counts)
+    out = fg.accumulate_grads(losses_and_tokens, 2)(jnp.array(2.0), *batch)
+
+    def full(w):
+        losses, tokens = losses_and_tokens(w, *batch)
+        return losses.sum() / tokens.sum().astype(losses.dtype)
+
+    grad = jax.grad(full)(jnp.array(2.0))
+    return agree(grad=(w.grad, out.grads, grad), tokens=(out.weight, 6))
 
 
 def _sgd(steps, **options):

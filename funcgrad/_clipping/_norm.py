@@ -1,0 +1,210 @@
+"""The norm of a tree of gradients, the same on every sharding, and its derivative."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+
+from funcgrad._clipping._leaves import Leaves, choose
+from funcgrad._clipping._powers import (
+    finest,
+    first_sum,
+    largest,
+    least,
+    norm_dtype,
+    opaque_scales,
+    power_sums,
+    scaled,
+    shifts,
+    whole,
+)
+from funcgrad._compat import make_varying, manual_axes, varying_axes
+from funcgrad._trees import LeafSpec
+
+
+def global_norm(grads: Any, *, order: Any = 2, frozen: LeafSpec = None, specs: Any = None) -> Any:
+    """Compute the norm of all gradients, as if they were one vector.
+
+    No finite entry overflows or underflows on the way, in any floating dtype.  The same call is
+    right for arrays on one device, for sharded arrays (eager or under ``jit``, of explicit
+    kind or not), and inside ``shard_map``, where it is the norm of the whole: parts are added
+    up, copies are counted once, by one reduction for all leaves.  Under ``vmap`` it gives a
+    norm per sample.
+
+    PyTorch: ``torch.nn.utils.get_total_norm``, whose order 0 counts tensors, not entries.
+
+    Args:
+      grads: A tree of gradients, any floating or complex dtypes and shapes.  ``None``,
+        integers and keys do not count.
+      order: 2, any number from ½ to 16, 0 (how many entries are not zero), ``inf`` (the largest
+        modulus) or ``-inf`` (the smallest).
+      frozen: Leaves that do not count: patterns such as ``"embed/*"``, a predicate of
+        (path, leaf), or a tree of booleans.
+      specs: Inside ``shard_map(check_vma=False)``, the ``PartitionSpec`` of each gradient, or a
+        prefix of that tree.  Elsewhere the types say it: where given inside a checked
+        ``shard_map`` they are compared, and outside they are not needed.
+
+    Returns:
+      A scalar, float32 or wider; 0 for a tree without entries.  A NaN gives NaN (an order of 0
+      counts it), infinities an infinite norm.  The norm is infinite too if it is larger than
+      the dtype holds though each entry is finite: ``clip_grad_norm`` is right even then.
+      Its derivative is 0 at zero; under ``check_vma=False`` it has none, since there the
+      transpose of a reduction is wrong by the number of devices.
+
+    Raises:
+      ValueError: Another order; a pattern that names no leaf; ``specs`` missing or not those
+        of the types; or it is differentiated under ``check_vma=False``.
+
+    Example:
+      >>> fg.global_norm({"w": jnp.array([3.0, 4.0]), "b": jnp.array([12.0])})
+      Array(13., dtype=float32)
+      >>> fg.global_norm([jnp.full(4, 1e20), jnp.full(5, 1e20)])
+      Array(3.e+20, dtype=float32)
+      >>> jax.vmap(fg.global_norm)(jnp.array([[3.0, 4.0], [5.0, 12.0]]))
+      Array([ 5., 13.], dtype=float32)
+
+    References:
+      Blue, "A portable Fortran program to find the Euclidean norm of a vector", 1978.
+    """
+    order = check_order(order, "global_norm")
+    return whole(*scaled_norm(choose(grads, frozen, specs, "global_norm"), order))
+
+
+def check_order(order: Any, call: str) -> float:
+    """The order as a float; raises unless the norm of that order is computed here."""
+    if isinstance(order, jax.core.Tracer):
+        raise ValueError(
+            f"{call}: order is a number known while tracing; got {order}. "
+            'Make it static (optax.inject_hyperparams has static_args="order").'
+        )
+    if not (0.5 <= order <= 16 or order in (0, math.inf, -math.inf)):
+        raise ValueError(
+            f"{call}: order is from 0.5 to 16, or 0, inf or -inf; got {order}. Beyond 16 the "
+            "norm is nearly that of order inf, and below 0.5 it is as good as never finite."
+        )
+    return float(order)
+
+
+def scaled_norm(leaves: Leaves, order: float) -> tuple[Any, Any]:
+    """The norm as ``ratio * unit`` with ``unit`` a power of two.
+
+    The product may overflow, or be below the smallest normal number, where the factors do not.
+    ``ratio`` is NaN or infinite just where the norm of exact arithmetic is.
+    """
+    if not any(leaf.size for leaf in leaves.counted):
+        return jnp.zeros(()), jnp.ones(())
+    dtype = norm_dtype(leaves.counted)
+    parts = [_real(x, dtype, order) for x in leaves.counted]
+    return _pair(order, leaves.axes, parts)
+
+
+def _real(x: Any, dtype: Any, order: float) -> Any:
+    """The leaf as real numbers of the norm's dtype: both parts, or the modulus."""
+    if not jnp.iscomplexobj(x):
+        return x.astype(dtype)
+    parts = jnp.stack([x.real, x.imag]).astype(dtype)
+    if order == 2:
+        return parts
+    # The modulus of the parts of the largest exponent: as safe as the library's, and has a
+    # derivative of 0 at zero.
+    peak = lax.stop_gradient(jnp.abs(parts).max(0))
+    safe = jnp.where((peak > 0) & jnp.isfinite(peak), peak, 1)
+    square = jnp.square(parts / safe).sum(0)
+    positive = square > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1)), square) * safe
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _pair(order: float, axes: tuple[frozenset[str], ...], leaves: list[Any]) -> tuple[Any, Any]:
+    together = frozenset().union(*axes)
+    # The extremes are found as integers: backends take subnormal numbers for zero.
+    number = lambda bits: lax.bitcast_convert_type(bits, leaves[0].dtype)
+    if order == math.inf:
+        return scaled(number(_reduce(lax.pmax, largest(leaves), together)))
+    if order == -math.inf:
+        bits, no_nan = _reduce(lax.pmin, least(leaves), together)
+        return scaled(jnp.where(no_nan == 1, number(bits), jnp.nan))
+
+    def add(of_leaf: Any, leaves: list[Any]) -> Any:
+        once = [_once(of_leaf(x), together - own) for x, own in zip(leaves, axes, strict=True)]
+        return jnp.stack(once).sum(0)
+
+    sums = add(lambda x: power_sums(x, order), leaves)
+    if order > 0:
+        n, low = sum(leaf.size for leaf in leaves), jnp.finfo(sums.dtype)
+        most = n * 2.0 ** (order * (low.minexp - shifts(sums.dtype, order)[0]))
+        matter = sums[0] < most * 2.0 ** (low.nmant + 1)
+
+        def with_subnormals(leaves: list[Any], scale: Any, first: Any) -> Any:
+            exact = lambda leaves, scale, _: add(lambda x: first_sum(x, order, scale), leaves)
+            return lax.cond(matter, exact, lambda *args: args[2], leaves, scale, first)
+
+        # Under vmap, JAX 0.10 cannot run branches whose operands vary less than the choice.
+        operands = leaves, opaque_scales(sums.dtype, order)[0], sums[0]
+        operands = make_varying(operands, varying_axes(sums))
+        # Of the backends that are exact elsewhere only the CPU's takes subnormals for zero.
+        first = lax.platform_dependent(
+            *operands, cpu=with_subnormals, default=lambda *args: args[2]
+        )
+        sums = sums.at[0].set(first)
+    sums = _reduce(lax.psum, sums, together)
+    return scaled(sums[0]) if order == 0 else finest(sums, order)
+
+
+@_pair.defjvp
+def _pair_jvp(order: float, axes: Any, primals: Any, tangents: Any) -> Any:
+    (leaves,), (dots,) = primals, tangents
+    manual, typed = manual_axes()
+    if manual and not typed:
+        raise ValueError(
+            "global_norm: under shard_map with check_vma=False it has no derivative; got one "
+            "asked for. Use check_vma=True, or take the derivative outside of shard_map."
+        )
+    ratio, unit = _pair(order, axes, leaves)
+    together = frozenset().union(*axes)
+    usable = ratio != 0
+    safe = jnp.where(usable, ratio, 1)
+
+    def slope(x: Any) -> Any:
+        """The derivative of the norm with respect to an entry."""
+        y = x / unit / safe
+        size = jnp.abs(y)
+        if math.isinf(order):
+            return jnp.where(size == 1, jnp.sign(y), 0) / ties
+        if order == 2:
+            return y
+        moves = (size > 0) & (order > 0)
+        return jnp.where(moves, y * jnp.where(moves, size, 1) ** (order - 2), 0)
+
+    if math.isinf(order):
+        equal = [jnp.sum(jnp.abs(x / unit / safe) == 1).astype(x.dtype) for x in leaves]
+        counts = [_once(n, together - own) for n, own in zip(equal, axes, strict=True)]
+        ties = jnp.maximum(_reduce(lax.psum, jnp.stack(counts).sum(0), together), 1)
+    local = [
+        _once(jnp.sum(slope(x) * dot / unit), together - own)
+        for x, dot, own in zip(leaves, dots, axes, strict=True)
+    ]
+    moved = _reduce(lax.psum, jnp.stack(local).sum(0), together)
+    return (ratio, unit), (jnp.where(usable, moved, 0), jnp.zeros_like(unit))
+
+
+def _once(x: Any, copied: frozenset[str]) -> Any:
+    """``x`` on one of the devices that hold copies of it, 0 on the others."""
+    if not copied:
+        return x
+    first = functools.reduce(
+        jnp.logical_and, [lax.axis_index(axis) == 0 for axis in sorted(copied)]
+    )
+    return jnp.where(first, x, 0)
+
+
+def _reduce(reduce: Any, x: Any, axes: frozenset[str]) -> Any:
+    if not axes:
+        return x
+    _, typed = manual_axes()
+    return reduce(make_varying(x, axes) if typed else x, tuple(sorted(axes)))

@@ -1,0 +1,146 @@
+"""Sums of powers, and norms made of them, that no finite entry overflows or underflows.
+
+The sum of powers is taken at several scales at once, each a power of two, which is exact.  The
+finest that stays finite is the right one: what it may have lost is too small to count.  All
+scales together are one short vector, so that devices reduce once, with no look at the largest
+entry before.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# A sum may have 2**40 terms.
+_TERMS = 40
+
+
+def norm_dtype(leaves: list[Any]) -> Any:
+    """The real dtype of the norm of ``leaves``: float32 or wider."""
+    real = {np.dtype(jnp.finfo(leaf.dtype).dtype) for leaf in leaves}
+    return functools.reduce(np.promote_types, real, np.dtype(np.float32))
+
+
+@jax.custom_jvp
+def whole(ratio: Any, unit: Any) -> Any:
+    """The norm itself, infinite where its dtype does not reach."""
+    info = jnp.finfo(ratio.dtype)
+    # A subnormal number, which backends flush to zero, is made of its bits: an integer.
+    down = info.nmant - info.minexp
+    factors = _opaque([2.0 ** (down // 2), 2.0 ** (down - down // 2)], ratio.dtype)
+    steps = ratio * factors[0] * (jnp.minimum(unit, 1) * factors[1])
+    is_small = (steps < 2.0**info.nmant) & (unit <= 1)
+    bits = jnp.round(jnp.where(is_small, steps, 0)).astype(f"uint{info.bits}")
+    small = lax.bitcast_convert_type(bits, ratio.dtype)
+    return jnp.where(is_small, small, ratio * unit)
+
+
+@whole.defjvp
+def _whole_jvp(primals: Any, tangents: Any) -> Any:
+    (ratio, unit), (dot, _) = primals, tangents
+    return whole(ratio, unit), dot * unit
+
+
+def modulus_bits(x: Any) -> Any:
+    """The bits of the moduli: integers in their order, a NaN above all."""
+    info = jnp.finfo(x.dtype)
+    word = lax.bitcast_convert_type(x, f"uint{info.bits}")
+    return word & ((1 << (info.bits - 1)) - 1)
+
+
+def largest(leaves: list[Any]) -> Any:
+    """The bits of the largest modulus, or of a NaN."""
+    return jnp.stack([jnp.max(modulus_bits(leaf)) for leaf in leaves if leaf.size]).max()
+
+
+def least(leaves: list[Any]) -> Any:
+    """The bits of the smallest modulus, and 0 if there is a NaN, otherwise 1."""
+    bits = [jnp.min(modulus_bits(leaf)) for leaf in leaves if leaf.size]
+    nans = [jnp.isnan(leaf).any() for leaf in leaves]
+    no_nan = 1 - jnp.stack(nans).any().astype(bits[0].dtype)
+    return jnp.stack([jnp.stack(bits).min(), no_nan])
+
+
+def shifts(dtype: Any, order: float) -> tuple[int, ...]:
+    """The exponents of the scales, even, ascending: the first is the finest.
+
+    At the first, no power of an entry underflows, at the last no sum of them overflows.  If
+    the sum overflows at one and not at the next, underflow has lost less than a rounding there.
+    """
+    info = jnp.finfo(dtype)
+    smallest = info.minexp - info.nmant
+    first = min(smallest - (info.minexp + 2) / order, -info.nmant - 1)
+    last = max(info.maxexp - (info.maxexp - 1 - _TERMS) / order, _TERMS / order + 1)
+    gap = (info.maxexp - info.minexp - info.nmant - 4 - _TERMS) / order - 2
+    n_gaps = max(0, math.ceil((last - first) / gap))
+    ends = info.maxexp - 4  # so that a scale and its inverse are normal numbers
+    exponents = [last - (last - first) * i / max(1, n_gaps) for i in range(n_gaps, -1, -1)]
+    evens = [2 * math.floor(e / 2) for e in exponents[:-1]] + [2 * math.ceil(exponents[-1] / 2)]
+    return tuple(dict.fromkeys(min(max(e, -ends), ends) for e in evens))
+
+
+def power_sums(x: Any, order: float) -> Any:
+    """The sums of the powers at each scale; for an order of 0, of the entries not zero."""
+    if order == 0:
+        return jnp.sum(modulus_bits(x) != 0).astype(x.dtype)[None]
+    size = x if order % 2 == 0 else jnp.abs(x)
+    sizes = [size * scale for scale in opaque_scales(x.dtype, order)]
+    return jnp.stack([jnp.sum(_power(y, order)) for y in sizes])
+
+
+def first_sum(x: Any, order: float, scale: Any) -> Any:
+    """The first of the sums, ``scale`` being its scale, with subnormal numbers.
+
+    They are read from their bits, an integer: a backend's arithmetic may take them for zero.
+    """
+    info, bits = jnp.finfo(x.dtype), modulus_bits(x)
+    steps = bits.astype(x.dtype) * 2.0 ** (info.minexp - info.nmant - shifts(x.dtype, order)[0])
+    size = jnp.where(bits < (1 << info.nmant), steps, jnp.abs(x) * scale)
+    return jnp.sum(_power(size, order))
+
+
+def opaque_scales(dtype: Any, order: float) -> Any:
+    """The scales, as the compiler cannot see them."""
+    return _opaque([2.0**-e for e in shifts(dtype, order)], dtype)
+
+
+def finest(sums: Any, order: float) -> tuple[Any, Any]:
+    """The norm from the finest sum that is in range; from the last if none is."""
+    units = np.exp2(np.array(shifts(sums.dtype, order))).astype(sums.dtype)
+    roots = _power(sums, 1 / order)
+    if order not in (0.5, 1, 2):  # a power of a fraction is good to some roundings only
+        again = _power(roots, order)
+        sound = jnp.isfinite(sums) & jnp.isfinite(again) & (again > 0)
+        roots *= 1 + jnp.where(sound, sums / jnp.where(sound, again, 1) - 1, 0) / order
+    # Far enough below the largest number for one over it to be a normal number.
+    usable = (roots < 2.0 ** (jnp.finfo(sums.dtype).maxexp - 28)).at[-1].set(True)
+    chosen = usable & (jnp.cumsum(usable) == 1)
+    pick = lambda of: jnp.sum(jnp.where(chosen, of, 0))
+    return pick(roots), pick(units)
+
+
+def scaled(value: Any) -> tuple[Any, Any]:
+    """One number as a pair."""
+    first = first_sum(value, 1.0, opaque_scales(value.dtype, 1.0)[0])
+    return finest(power_sums(value, 1.0).at[0].set(first), 1.0)
+
+
+def _power(x: Any, order: float) -> Any:
+    if order == 1:
+        return x
+    if order == 0.5:
+        return jnp.sqrt(x)
+    if order == int(order):
+        return lax.integer_pow(x, int(order))
+    if 2 * order == int(2 * order):
+        return lax.integer_pow(x, int(order)) * jnp.sqrt(x)
+    return x ** jnp.array(order, x.dtype)
+
+
+def _opaque(values: list[float], dtype: Any) -> Any:
+    """Powers of two that the compiler does not multiply together: that leaves the range."""
+    return lax.optimization_barrier(jnp.array(values, dtype))
