@@ -89,18 +89,16 @@ else:
     assert difference < 1e-5
 
 # %% Smaller still: random projections keep inner products on average, and can be stored until a
-# test digit comes.
+# test digit comes. They come from the same factors, at about the cost of the gradients.
 last = checkpoints[-1]
 sketch = jax.jit(lambda p: gradients(p, images, labels).project(jax.random.key(1), 128))(last)
 approximate = RATE / len(y) * sketch[: len(y)] @ sketch[len(y) :].T
 correlation = np.corrcoef(approximate.ravel(), parts[-1].ravel())[0, 1]
 print(f"correlation of projected with exact influences: {correlation:.3f}")
 
-nbytes = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-formed = len(labels) * nbytes(last) / 1e6
-kept = nbytes(jax.eval_shape(gradients, last, images, labels)) / 1e6
-projected = sketch.nbytes / 1e6
-print(f"MB: gradients {formed:.1f}, samples {kept:.1f}, projections {projected:.1f}")
+formed = len(labels) * sum(leaf.nbytes for leaf in last.values()) / 1e6
+kept = jax.eval_shape(gradients, last, images, labels).nbytes / 1e6
+print(f"MB: gradients {formed:.1f}, samples {kept:.1f}, projections {sketch.nbytes / 1e6:.1f}")
 
 # %% The picture: the two test digits that a planted digit harmed most, the two that another did.
 from matplotlib.figure import Figure
@@ -128,5 +126,5 @@ figure.savefig(out / "12_influence.png", dpi=110)
 
 # %% What must hold.
 assert by_planted.mean() > 0.5 and suspects >= 15
-assert correlation > 0.8
+assert correlation > 0.85
 assert kept < formed / 5

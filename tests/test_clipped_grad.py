@@ -146,6 +146,17 @@ def test_entries_whose_squares_overflow_are_clipped_and_not_lost():
     np.testing.assert_allclose(out.norms, [5e20, 5e-30], rtol=1e-6)
 
 
+@pytest.mark.parametrize("road", ["auto", "gram", "materialize"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("n", [100, 10_000])
+def test_a_bad_entry_is_seen_among_few_and_among_many(n, bad, road):
+    # On CPU the compiler's maximum of 4,096 numbers or more loses a NaN.
+    rows = jnp.ones((3, n)).at[1, 7].set(bad)
+    out = run_clipped(rows_as_gradients, max_norm=1.0, road=road)(jnp.zeros(n), (rows,))
+    assert out.nonfinite == 1
+    np.testing.assert_allclose(out.grads, 2 / np.sqrt(n), rtol=1e-4)
+
+
 def test_float16_gradients_whose_norm_overflows_float16_are_clipped_in_float32():
     rows = jnp.full((1, 100), 300.0, jnp.float16)
     out = run_clipped(rows_as_gradients, max_norm=1.0)(jnp.zeros(100, jnp.float16), (rows,))

@@ -1,8 +1,9 @@
 """Run a planned loss so that its backward pass hands back the factors at each site.
 
-Each site gets a *slot*, an input of zeros that changes nothing: its cotangent is the record
-of the site, the other operand and the output's cotangent.  Slots enter loops as scanned
-inputs, so that records come out stacked.
+The other operand of a site is a second output of the forward pass, stacked by the loops on
+its way.  The output's cotangent comes back by a *slot*, an input of zeros that changes
+nothing: the cotangent of the slot is that of the site's output.  Slots enter loops as
+scanned inputs, so that what comes back is stacked.
 """
 
 from collections.abc import Sequence
@@ -14,47 +15,32 @@ from jax import lax
 from jax.extend import source_info_util
 
 from funcgrad import _jaxpr
-from funcgrad._compat import JaxprEqn, Literal, primitives
+from funcgrad._compat import JaxprEqn, Literal, make_varying, primitives, varying_axes
+from funcgrad._per_sample._factors import formed_gradient
 from funcgrad._per_sample._plan import Level, Site, picked_axes
 from funcgrad._per_sample._roads import NormSlot, site_norm
+from funcgrad._per_sample._sums import wide
 
 Slots = dict[Site, Any]
+Operands = dict[Site, Any]
 
 
-def make_slots(sites: Sequence[Site]) -> Slots:
-    """Zeros for one sample's records."""
-
-    def zeros(site: Site, aval: Any, dtype: Any) -> Any:
-        return jnp.zeros((*site.lengths, *aval.shape), dtype)
-
+def make_slots(sites: Sequence[Site], sharing: bool = True) -> Slots:
+    """Zeros for one sample's cotangents; none at a site that shares another's."""
     return {
-        site: zeros(site, site.output, site.output.dtype)
-        if site.kind == "value"
-        else (
-            zeros(site, site.operand, _record_dtype(site.operand.dtype)),
-            zeros(site, site.output, site.output.dtype),
+        # A gradient that is formed is not rounded to what the model computes in.
+        site: jnp.zeros(
+            (*site.lengths, *site.output.shape),
+            wide(site.output.dtype) if site.formed else site.output.dtype,
         )
         for site in sites
+        if site.shares is None or not sharing
     }
 
 
-def operand_of(site: Site, record: Any) -> Any:
-    """The other operand from its record: indices travel as the bits of floats."""
-    return record if record.dtype == site.operand.dtype else _to_bits(record, site.operand.dtype)
-
-
-def _record_dtype(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return dtype
-    return jnp.dtype(f"float{jnp.iinfo(dtype).bits}")
-
-
-def _to_bits(x: Any, dtype: Any) -> Any:
-    return lax.bitcast_convert_type(x, dtype)
-
-
-def run(level: Level, args: Sequence[Any], slots: Slots) -> list[Any]:
-    """Run one level at ``args``, the inputs of its program."""
+def run(level: Level, args: Sequence[Any], slots: Slots) -> tuple[list[Any], Operands]:
+    """Run one level at ``args``, the inputs of its program; also the operands at its sites."""
+    operands: Operands = {}
     env: dict[Any, Any] = dict(zip(level.jaxpr.constvars, level.consts, strict=True))
     env.update(zip(level.jaxpr.invars, args, strict=True))
     preamble = {id(eqn) for eqn in level.preamble}
@@ -78,20 +64,24 @@ def run(level: Level, args: Sequence[Any], slots: Slots) -> list[Any]:
                 if eqn.primitive is primitives.dynamic_slice_p:
                     operand = jnp.stack([read(eqn.invars[1 + d]) for d in picked_axes(eqn)])
                 else:
-                    operand = read(eqn.invars[1 - site.position])
-                made = _site(site, operand, bare(eqn.invars[site.position]), slots[site])
+                    operand = read(eqn.invars[1 - (site.formed or site).position])
+                weight = bare(eqn.invars[(site.formed or site).position])
+                made = _site(site, operand, weight, slots.get(site))
+                if site.kind != "value" and not isinstance(slots.get(site), NormSlot):
+                    operands[site] = operand
                 out: Any = [made.reshape(eqn.outvars[0].aval.shape)]
             elif index in level.entered:
                 inputs = [
                     bare(atom) if _enters_as_weight(level, index, i) else read(atom)
                     for i, atom in enumerate(eqn.invars)
                 ]
-                out = _ENTER[eqn.primitive](eqn, level.entered[index], inputs, slots)
+                out, found = _ENTER[eqn.primitive](eqn, level.entered[index], inputs, slots)
+                operands |= found
             else:
                 take = bare if id(eqn) in preamble else read
                 out = _jaxpr.bind(eqn, *map(take, eqn.invars))
         env.update(zip(eqn.outvars, out, strict=True))
-    return [read(atom) for atom in level.jaxpr.outvars]
+    return [read(atom) for atom in level.jaxpr.outvars], operands
 
 
 def _enters_as_weight(level: Level, index: int, position: int) -> bool:
@@ -103,85 +93,124 @@ def _enters_as_weight(level: Level, index: int, position: int) -> bool:
 
 
 def _site(site: Site, operand: Any, weight: Any, slot: Any) -> Any:
-    # The rules close over what is static in the slot, never over its value.
+    # The rules close over what is static, never over a value.
     norm_only = (slot.gram, slot.value.dtype) if isinstance(slot, NormSlot) else None
+    kind, use = jax.typeof(operand), site.formed or site
+    is_kept = norm_only is not None or use is not site
 
     @jax.custom_vjp
     def call(operand: Any, weight: Any, slot: Any) -> Any:
-        return site.bind(operand, weight)
+        return use.bind(operand, weight)
 
     def forward(operand: Any, weight: Any, slot: Any) -> Any:
-        return site.bind(operand, weight), (operand, weight)
+        return use.bind(operand, weight), (operand if is_kept else None, weight)
 
     def backward(kept: Any, cotangent: Any) -> Any:
         operand, weight = kept
+        back = _operand_cotangent(use, kind, weight, cotangent)
+        if use is not site:
+            return back, None, formed_gradient(use, operand, cotangent).astype(wide(weight.dtype))
         if norm_only is not None:
             gram, dtype = norm_only
             norm = site_norm(site, operand, cotangent, gram).astype(dtype)
-            back = _operand_cotangent(site, operand, weight, cotangent)
             return back, None, NormSlot(norm, gram)
-        if not jnp.issubdtype(operand.dtype, jnp.inexact):
-            return None, None, (_to_bits(operand, _record_dtype(operand.dtype)), cotangent)
-        back = _operand_cotangent(site, operand, weight, cotangent)
-        return back, None, (operand, cotangent)
+        return back, None, None if slot is None else cotangent
 
     call.defvjp(forward, backward)
     return call(operand, weight, slot)
 
 
-def _operand_cotangent(site: Site, operand: Any, weight: Any, cotangent: Any) -> Any:
-    if not jnp.issubdtype(operand.dtype, jnp.inexact):
+def _operand_cotangent(site: Site, kind: Any, weight: Any, cotangent: Any) -> Any:
+    if not jnp.issubdtype(kind.dtype, jnp.inexact):
         return None
-    (back,) = jax.linear_transpose(lambda z: site.bind(z, weight), operand)(cotangent)
+    (back,) = jax.linear_transpose(lambda z: site.bind(z, weight), kind)(cotangent)
     return back
 
 
-def _call(eqn: JaxprEqn, levels: list[Level], inputs: list[Any], slots: Slots) -> list[Any]:
+Outcome = tuple[list[Any], Operands]
+
+
+def _call(eqn: JaxprEqn, levels: list[Level], inputs: list[Any], slots: Slots) -> Outcome:
     return run(levels[0], inputs, slots)
 
 
-def _remat(eqn: JaxprEqn, levels: list[Level], inputs: list[Any], slots: Slots) -> list[Any]:
-    sites = levels[0].all_sites()
+def _remat(eqn: JaxprEqn, levels: list[Level], inputs: list[Any], slots: Slots) -> Outcome:
+    mine = _inside(levels, slots)
 
-    def body(inputs: list[Any], records: list[Any]) -> list[Any]:
-        return run(levels[0], inputs, dict(zip(sites, records, strict=True)))
+    def body(inputs: list[Any], values: list[Any]) -> Any:
+        return _listed(run(levels[0], inputs, dict(zip(mine, values, strict=True))), levels)
 
     again = jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-    return again(inputs, [slots[site] for site in sites])
+    return _named(again(inputs, list(mine.values())), levels)
 
 
-def _scan(eqn: JaxprEqn, levels: list[Level], inputs: list[Any], slots: Slots) -> list[Any]:
-    (level,) = levels
-    sites = level.all_sites()
+def _scan(eqn: JaxprEqn, levels: list[Level], inputs: list[Any], slots: Slots) -> Outcome:
+    mine = _inside(levels, slots)
     n_consts, n_carry = _jaxpr.loop_sizes(eqn)
     consts, carry = inputs[:n_consts], inputs[n_consts : n_consts + n_carry]
 
     def step(carry: Any, scanned: Any) -> Any:
-        xs, records = scanned
-        out = run(level, [*consts, *carry, *xs], dict(zip(sites, records, strict=True)))
-        return out[:n_carry], out[n_carry:]
+        xs, values = scanned
+        made = run(levels[0], [*consts, *carry, *xs], dict(zip(mine, values, strict=True)))
+        out, operands = _listed(made, levels)
+        return out[:n_carry], (out[n_carry:], operands)
 
-    carry, ys = lax.scan(
+    carry, (ys, operands) = lax.scan(
         step,
         carry,
-        (inputs[n_consts + n_carry :], [slots[site] for site in sites]),
+        (inputs[n_consts + n_carry :], list(mine.values())),
         length=eqn.params["length"],
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
     )
-    return [*carry, *ys]
+    return _named(([*carry, *ys], operands), levels)
 
 
-def _cond(eqn: JaxprEqn, levels: list[Level], inputs: list[Any], slots: Slots) -> list[Any]:
-    # Each branch is given all records: those of the branches not taken stay zero.
-    sites = [site for level in levels for site in level.all_sites()]
+def _cond(eqn: JaxprEqn, levels: list[Level], inputs: list[Any], slots: Slots) -> Outcome:
+    # Each branch is given all slots, and gives all operands: those of the branches not taken
+    # stay zero.
+    mine, axes = _inside(levels, slots), varying_axes(inputs)
 
     def branch(level: Level) -> Any:
-        return lambda inputs, records: run(level, inputs, dict(zip(sites, records, strict=True)))
+        def taken(inputs: list[Any], values: list[Any]) -> Any:
+            out, operands = run(level, inputs, dict(zip(mine, values, strict=True)))
+            others = {
+                site: jnp.zeros((*_loops(site, mine), *site.operand.shape), site.operand.dtype)
+                for site in _sites(levels)
+                if site.operand is not None and not isinstance(mine.get(site), NormSlot)
+            }
+            operands = {**others, **operands}
+            return out, [make_varying(operands.get(site), axes) for site in _sites(levels)]
 
-    return lax.switch(
-        inputs[0], [branch(level) for level in levels], inputs[1:], [slots[s] for s in sites]
-    )
+        return taken
+
+    made = lax.switch(inputs[0], [branch(lv) for lv in levels], inputs[1:], list(mine.values()))
+    return _named(made, levels)
+
+
+def _sites(levels: list[Level]) -> list[Site]:
+    return [site for level in levels for site in level.all_sites()]
+
+
+def _inside(levels: list[Level], slots: Slots) -> Slots:
+    return {site: slots[site] for site in _sites(levels) if site in slots}
+
+
+def _loops(site: Site, slots: Slots) -> tuple[int, ...]:
+    """The loops around a site that are not yet entered, as its slot has them in front."""
+    holder = site if site in slots or site.shares is None else site.shares
+    return slots[holder].shape[: slots[holder].ndim - len(holder.output.shape)]
+
+
+def _listed(made: Outcome, levels: list[Level]) -> Any:
+    """Operands by the order of the sites, as a transformation of JAX can return them."""
+    return made[0], [made[1].get(site) for site in _sites(levels)]
+
+
+def _named(made: Any, levels: list[Level]) -> Outcome:
+    out, operands = made
+    named = zip(_sites(levels), operands, strict=True)
+    return list(out), {site: z for site, z in named if z is not None}
 
 
 _ENTER: dict[Any, Any] = {

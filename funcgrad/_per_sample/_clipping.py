@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from funcgrad._compat import gathered, make_varying, varying_axes
+from funcgrad import _jaxpr
+from funcgrad import _jaxpr
+from funcgrad._compat import gathered, make_varying, open_jaxpr, primitives, varying_axes
+from funcgrad._per_sample._lookups import Rows, add_rows, weighted_rows
 from funcgrad._per_sample._per_sample import backward
 from funcgrad._per_sample._records import Records, Scheme
 from funcgrad._per_sample._reference import Problem
-from funcgrad._per_sample._roads import has_lost_digits, norm_slots
+from funcgrad._per_sample._roads import has_lost_digits, norm_slots, scaled_norms
 from funcgrad._per_sample._sums import (
     add_compensated,
     compensated_sum,
@@ -112,9 +115,15 @@ def clip_one(grads: list[Any], bounds: Bounds) -> Any:
 def materialized(problem: Problem, bounds: Bounds) -> Step:
     """Every gradient of the chunk in memory."""
 
+    program = open_jaxpr(problem.traced.jaxpr)[0]
+    convolves = any(
+        visit.eqn.primitive is primitives.conv_general_dilated_p for visit in _jaxpr.walk(program)
+    )
+
     def step(sums: Any, chunk: Any) -> tuple[Any, Chunk]:
         mapped, mask = chunk
-        grads, values, aux = problem.differentiate(mapped)
+        made = problem.differentiate(mapped)
+        grads, values, aux = _kept_apart(made, problem, mapped) if convolves else made
         kept, norms, clipped, finite = jax.vmap(lambda g: clip_one(g, bounds))(grads)
         kept = [
             jnp.where(mask.reshape(-1, *[1] * (g.ndim - 1)), g, jnp.zeros_like(g)) for g in kept
@@ -123,6 +132,24 @@ def materialized(problem: Problem, bounds: Bounds) -> Step:
         return sums, (norms, clipped, finite, values, aux)
 
     return step
+
+
+def _kept_apart(made: Any, problem: Problem, mapped: Any) -> Any:
+    """Gradients, values and aux; made again sample by sample where an entry is not finite.
+
+    Mapped over samples, a convolution may become one in groups, which the compiler may widen
+    by zeros: zero times a NaN would be in every sample.
+    """
+    axes = varying_axes((made, mapped))
+    made = make_varying(gathered(made), axes)
+
+    def one(sample: Any) -> Any:
+        alone = problem.differentiate(jax.tree.map(lambda x: x[None], sample))
+        return jax.tree.map(lambda x: x[0], alone)
+
+    fine = jnp.stack([jnp.isfinite(g).all() for g in made[0]] or [jnp.ones((), bool)]).all()
+    again = lambda: make_varying(lax.map(one, gathered(mapped)), axes)
+    return lax.cond(fine, lambda: made, again)
 
 
 def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
@@ -155,6 +182,9 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
             factor = _factor(most[k], k, records, bounds)
             clipped.append((factor < 1) & finite)
             weights = jnp.where(mask & finite, factor, 0)
+            for i in index if sums is not None else []:
+                grads[i] = weighted_rows(records, weights, i)
+            index = [i for i in index if grads[i] is None]
             for i, grad in zip(index, records.weighted(weights, index), strict=True):
                 grads[i] = grad
         return _add(sums, grads), (norms, clipped, finite, samples.values, samples.aux)
@@ -175,6 +205,13 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
                 f'clipped_grad: road="two_pass" adds gradients as the model does, so they must '
                 f"be float32 or wider; got {low[0]} at {site.line}. Use another road."
             )
+    own = [v for v in _jaxpr.walk(problem.traced.jaxpr) if _jaxpr.has_own_backward(v.eqn)]
+    if own:
+        raise ValueError(
+            'clipped_grad: road="two_pass" scales each sample\'s loss, and what a hook or a rule '
+            "of one's own gives back need not scale with it; got "
+            f"{own[-1].eqn.primitive.name} at {own[-1].line}. Use another road."
+        )
     slots: dict[int, Any] = dict(norm_slots(scheme.roads, scheme.sites))
 
     def step(sums: Any, chunk: Any) -> tuple[Any, Chunk]:
@@ -232,17 +269,25 @@ def _norms(
 
 def _norms_of_rows(records: Records, bounds: Bounds) -> Any:
     """The same from the gradients, scaled so that no square overflows; and if all is finite."""
+    roads, sites = records.scheme.roads, records.scheme.sites
+    formed = [i for i, road in enumerate(roads) if road.road not in ("product", "value")]
 
     def one(sample: Any) -> Any:
-        found = [scaled_norm([gradient]) for gradient in records.row(sample)]
-        norms = []
-        for group in bounds.members(found):
+        rows = records.row(sample, formed) if formed else []
+        found = [scaled_norms(road, sites, sample[:2]) for road in roads]
+        for i, row in zip(formed, rows, strict=True):
+            found[i] = [scaled_norm([row])]
+        norms, finite = [], [jnp.ones((), bool)]
+        for members in bounds.members(found):
+            group = [norm for leaf in members for norm in leaf]
             unit = jnp.stack([u for u, *_ in group] or [jnp.ones(())]).max()
             ratios = [jnp.square(r * (u / unit)) for u, r, _ in group]
             norms.append((unit * jnp.sqrt(sum(ratios, jnp.zeros(())))).astype(records.dtype))
-        return norms, jnp.stack([finite for *_, finite in found]).all()
+            finite += [fine for *_, fine in group]
+        return norms, jnp.stack(finite).all()
 
-    norms, finite = lax.map(one, gathered(records.by_sample()))
+    bytes_each = 8 * sum(records.params[i].size for i in formed) + records.scheme.bytes_each
+    norms, finite = records.for_each(one, bytes_each)
     return norms, norms, finite
 
 
@@ -256,4 +301,7 @@ def _add(sums: Any, grads: list[Any]) -> Any:
     # Without chunks there is nothing to add to.
     if sums is None:
         return [(g, jnp.zeros((), g.dtype)) for g in grads]
-    return add_compensated(sums, [(g, jnp.zeros_like(g)) for g in grads])
+    return [
+        add_rows(pair, g) if isinstance(g, Rows) else add_compensated(pair, (g, jnp.zeros_like(g)))
+        for pair, g in zip(sums, grads, strict=True)
+    ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from funcgrad._per_sample._plan import Site
@@ -141,50 +142,69 @@ def _conv(site: Site, operands: Any, cotangents: Any) -> Factors:
     assert site.eqn is not None
     params, n = site.eqn.params, len(site.lengths)
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-    lead = operands.shape[: 1 + n]
-    x = operands.reshape(-1, *operands.shape[1 + n :]).transpose(
-        0, *(1 + d for d in numbers.lhs_spec)
-    )
-    g = cotangents.reshape(-1, *cotangents.shape[1 + n :]).transpose(
-        0, *(1 + d for d in numbers.out_spec)
-    )
     window = [site.var.aval.shape[d] for d in numbers.rhs_spec[2:]]
-    taps = _taps(x, window, g.shape[3:], params)  # (lead, n, features, taps, positions)
-    m, examples, features, n_taps, positions = taps.shape
-    left = taps.reshape(m, examples, groups, features // groups, n_taps, positions)
-    left = left.transpose(0, 2, 1, 5, 3, 4).reshape(
-        *lead, groups, examples * positions, (features // groups) * n_taps
-    )
-    right = g.reshape(m, examples, groups, g.shape[2] // groups, positions)
-    right = right.transpose(0, 2, 1, 4, 3).reshape(
-        *lead, groups, examples * positions, g.shape[2] // groups
-    )
+    lead = operands.shape[: 1 + n]
+
+    def features_last(x: Any, spec: Any) -> Any:
+        first, features, *spatial = (1 + d for d in spec)
+        return x.reshape(-1, *x.shape[1 + n :]).transpose(0, first, *spatial, features)
+
+    def by_group(x: Any, features: int) -> Any:
+        """(lead * n, positions, taps * features) as blocks, terms, columns."""
+        if groups > 1:
+            x = x.reshape(math.prod(lead), terms, -1, groups, features).transpose(0, 3, 1, 2, 4)
+        return x.reshape(*lead, groups, terms, -1)
+
+    g = features_last(cotangents, numbers.out_spec)
+    x = features_last(operands, numbers.lhs_spec)
+    terms = math.prod(g.shape[1:-1])
+    patches = _patches(x, window, g.shape[2:-1], params)
+    left, right = by_group(patches, x.shape[-1] // groups), by_group(g, g.shape[-1] // groups)
     groups_3 = [[0], [1], [2]]
     return Factors(
         _blocks(left, n, site.stacked, groups_3), _blocks(right, n, site.stacked, groups_3), None
     )
 
 
-def _taps(x: Any, window: list[int], out: tuple[int, ...], params: dict[str, Any]) -> Any:
-    """The input under each tap of the filter: slices, where a convolution would multiply."""
-    zero = jnp.zeros((), x.dtype)
+def formed_gradient(site: Site, operands: Any, cotangents: Any) -> Any:
+    """One sample's gradient of a filter, from its patches (*loops, ...).
+
+    The axes of loops that scan over the filter stay in front.
+    """
+    assert site.eqn is not None
+    f = _conv(site, operands[None], cotangents[None]).widened()
+    gradient = jnp.einsum("btk,btj->bkj", f.left[0], f.right[0], precision=_EXACT)
+    spec, groups = site.eqn.params["dimension_numbers"].rhs_spec, site.eqn.params["feature_group_count"]
+    out, features, *window = (site.var.aval.shape[d] for d in spec)
+    lead = [n for n, stacked in zip(site.lengths, site.stacked, strict=True) if stacked]
+    gradient = gradient.reshape(-1, groups, *window, features, out // groups)
+    # (loops, groups, *window, features, out / groups), to (loops, out, features, *window), to
+    # its own order.
+    n = len(window)
+    gradient = gradient.transpose(0, 1, n + 3, n + 2, *range(2, n + 2))
+    gradient = gradient.reshape(*lead, out, features, *window)
+    own = [len(lead) + spec.index(d) for d in range(len(spec))]
+    return gradient.transpose(*range(len(lead)), *own)
+
+
+def _patches(x: Any, window: list[int], out: Any, params: dict[str, Any]) -> Any:
+    """The input under the filter at each position: (lead * n, positions, taps * features).
+
+    Slices, where a convolution would multiply and a lookup would be laid out twice.
+    """
     spatial = zip(params["padding"], params["lhs_dilation"], strict=True)
-    config = [(0, 0, 0)] * 3 + [(low, high, dil - 1) for (low, high), dil in spatial]
-    x = lax.pad(x, zero, config)
+    config = [(low, high, dilation - 1) for (low, high), dilation in spatial]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *config, (0, 0, 0)])
+    x = x.reshape(-1, *x.shape[2:])
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     found = []
-    for tap in _positions(window):
+    for tap in np.ndindex(*window):
         start = [t * d for t, d in zip(tap, dilation, strict=True)]
         stop = [s + (n - 1) * k + 1 for s, n, k in zip(start, out, strides, strict=True)]
-        part = lax.slice(x, (0, 0, 0, *start), (*x.shape[:3], *stop), (1, 1, 1, *strides))
-        found.append(part.reshape(*part.shape[:3], -1))
-    return jnp.stack(found, axis=3)
-
-
-def _positions(window: list[int]) -> list[tuple[int, ...]]:
-    if not window:
-        return [()]
-    return [(i, *rest) for i in range(window[0]) for rest in _positions(window[1:])]
+        limits = (x.shape[0], *stop, x.shape[-1])
+        part = lax.slice(x, (0, *start, 0), limits, (1, *strides, 1))
+        found.append(part.reshape(part.shape[0], -1, part.shape[-1]))
+    return jnp.concatenate(found, -1)
 
 
 def _gather(site: Site, operands: Any, cotangents: Any) -> Factors | None:
@@ -223,7 +243,7 @@ _EXACT = lax.Precision.HIGHEST
 
 
 def _grams(f: Factors) -> tuple[Any, Any]:
-    """For one sample, the products between its terms: of ``left`` and of ``right``."""
+    """The products between the terms of each sample: of ``left`` and of ``right``."""
     right = jnp.einsum("...tj,...sj->...ts", f.right, f.right, precision=_EXACT)
     if f.is_rows:
         same = (f.left[..., :, None] == f.left[..., None, :]) & (f.left[..., :, None] >= 0)
@@ -231,8 +251,8 @@ def _grams(f: Factors) -> tuple[Any, Any]:
     return jnp.einsum("...ti,...si->...ts", f.left, f.left, precision=_EXACT), right
 
 
-def squared_norm(f: Factors, gram: bool) -> tuple[Any, Any]:
-    """The squared norm of one sample's gradient, and the mass that cancelled to make it.
+def squared_norms(f: Factors, gram: bool) -> tuple[Any, Any]:
+    """The squared norm of each sample's gradient, and the mass that cancelled to make it.
 
     The mass is the sum of the squared norms of the terms: rounding is about the working
     precision times it, so a norm much below it has lost its digits.
@@ -244,14 +264,18 @@ def squared_norm(f: Factors, gram: bool) -> tuple[Any, Any]:
     else:
         left_sq = jnp.sum(jnp.square(f.left), -1)
     if terms == 1:
-        value = jnp.sum(left_sq * right_sq)
+        value = _totals(left_sq * right_sq)
         return value, jnp.zeros_like(value)
     if gram or f.is_rows:
         a, b = _grams(f)
-        return jnp.sum(a * b), jnp.sum(left_sq * right_sq)
+        return _totals(a * b), _totals(left_sq * right_sq)
     grad = jnp.einsum("...ti,...tj->...ij", f.left, f.right, precision=_EXACT)
-    value = jnp.sum(jnp.square(grad))
+    value = _totals(jnp.square(grad))
     return value, jnp.zeros_like(value)
+
+
+def _totals(x: Any) -> Any:
+    return x.sum(tuple(range(1, x.ndim)))
 
 
 def join(first: Factors, second: Factors) -> Factors | None:

@@ -17,7 +17,7 @@ from jax import lax
 
 from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, Literal, primitives, replicated_like
-from funcgrad._per_sample._factors import dense_axes
+from funcgrad._per_sample._factors import dense_axes, formed_gradient
 from funcgrad._per_sample._layout import PLAIN
 from funcgrad._per_sample._plan import Level, Site
 from funcgrad._per_sample._sums import wide
@@ -148,6 +148,10 @@ def pull_back(site: Site, operands: Any, cotangents: Any, weight: Any, n: int | 
         return cotangents.astype(dtype) if n is None else cotangents.astype(dtype).sum(0)
     if site.kind == "dense":
         return _dense_pull_back(site, operands.astype(dtype), cotangents.astype(dtype), n)
+    if site.kind == "conv" and n is None:
+        # Mapped over samples, its own transpose is a convolution in groups, which the compiler
+        # may widen by zeros: zero times the NaN of another sample.
+        return formed_gradient(site, operands.astype(dtype), cotangents.astype(dtype))
     transpose = jax.linear_transpose(lambda u: outputs(site, operands, u, n), weight.astype(dtype))
     (gradient,) = transpose(cotangents.astype(dtype))
     return gradient

@@ -14,7 +14,7 @@ from funcgrad._per_sample._batch import Randomness
 from funcgrad._per_sample._plan import plan
 from funcgrad._per_sample._records import Records, Scheme
 from funcgrad._per_sample._reference import Problem, prepare
-from funcgrad._per_sample._roads import Road, leaf_roads
+from funcgrad._per_sample._roads import NormSlot, Road, leaf_roads
 from funcgrad._per_sample._samples import Samples
 from funcgrad._trees import LeafSpec, keystr
 
@@ -119,33 +119,40 @@ def backward(
         _refuse_derivative(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
         for leaf in mapped
     ]
-    made = _capture.make_slots(sites)
-    zeros = [(slots or {}).get(i, made[site]) for i, site in enumerate(sites)]
-    depths = [len(site.lengths) for site in sites]
+    own = _capture.make_slots(sites, sharing=slots is None)
+    zeros = {site: (slots or {}).get(i, own.get(site)) for i, site in enumerate(sites)}
+    zeros = {site: zero for site, zero in zeros.items() if zero is not None}
 
-    def one(records: list[Any], mapped: Any) -> Any:
-        out = _capture.run(level, [*params, *mapped], dict(zip(sites, records, strict=True)))
-        return problem.traced.unflatten(out)
+    def one(values: list[Any], mapped: Any) -> Any:
+        slots = dict(zip(zeros, values, strict=True))
+        out, operands = _capture.run(level, [*params, *mapped], slots)
+        value, aux = problem.traced.unflatten(out)
+        return value, (aux, [operands.get(site) for site in sites])
 
     n = mapped[0].shape[0]
     if n == 0:
         _, values, aux = problem.empty()
-        records = [
-            jax.tree.map(functools.partial(_empty_axis, axis=depth), zero)
-            for depth, zero in zip(depths, zeros, strict=True)
+        kinds = [None if isinstance(zeros.get(s), NormSlot) else s.operand for s in sites]
+        operands = [
+            None if kind is None else jnp.zeros((*site.lengths, 0, *kind.shape), kind.dtype)
+            for site, kind in zip(sites, kinds, strict=True)
+        ]
+        back = [
+            jax.tree.map(functools.partial(_empty_axis, axis=len(site.lengths)), zero)
+            for site, zero in zeros.items()
         ]
     else:
         # Inside shard_map the cotangent of a value that all devices share is summed over them.
-        zeros = make_varying(zeros, varying_axes((mapped, params)))
+        start = make_varying(list(zeros.values()), varying_axes((mapped, params)))
         run = jax.value_and_grad(one, has_aux=True)
-        out_axes = ((0, 0), depths)
-        (values, aux), records = jax.vmap(run, (None, 0), out_axes)(zeros, mapped)
-    pairs = [
-        (_capture.operand_of(site, r[0]), r[1]) if isinstance(r, tuple) else (None, r)
-        for site, r in zip(sites, records, strict=True)
-    ]
+        # Behind the axes of the loops, where the pass leaves it.
+        depths = [len(site.lengths) for site in sites]
+        out_axes = ((0, (0, depths)), [len(site.lengths) for site in zeros])
+        (values, (aux, operands)), back = jax.vmap(run, (None, 0), out_axes)(start, mapped)
+    found = dict(zip(zeros, back, strict=True))
+    cotangents = [found[s.shares if s.shares and s not in found else s] for s in sites]
     scheme = dataclasses.replace(scheme, n_samples=n)
-    held = Records(params, consts, [z for z, _ in pairs], [g for _, g in pairs], scheme)
+    held = Records(params, consts, operands, cotangents, scheme)
     return Samples(values, aux, held)
 
 

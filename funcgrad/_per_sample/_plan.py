@@ -57,7 +57,9 @@ class Site:
     """One use of a weight by dependent values.
 
     ``lengths`` are the trip counts of the loops around it and ``stacked`` says which of them
-    scan over the weight; records carry those axes in front.
+    scan over the weight; records carry those axes in front.  ``shares`` is an earlier site
+    whose output has the same cotangent, as where two products are added.  ``formed`` is the
+    use whose factors make the gradient of a value on the way back, if any.
     """
 
     kind: Kind
@@ -70,6 +72,8 @@ class Site:
     position: int
     why: str
     line: Any
+    shares: "Site | None" = None
+    formed: "Site | None" = None
 
     @property
     def operand(self) -> Any:
@@ -148,11 +152,14 @@ class _Reader:
     in_loop: bool
     small: int
     origins: dict[Any, set[int]] = dataclasses.field(default_factory=dict)
+    sums: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    first: dict[Any, Site] = dataclasses.field(default_factory=dict)
 
     def read(self, n_outputs: int | None = None) -> Level:
         level = self.level
         inputs = {var: i for i, var in enumerate(level.jaxpr.invars)}
         self.origins = {var: {inputs[var]} for var in level.weights}
+        self.sums = _sums(level.jaxpr)
         for index, eqn in enumerate(level.jaxpr.eqns):
             self._equation(index, eqn)
         for atom in level.jaxpr.outvars[:n_outputs]:
@@ -177,7 +184,7 @@ class _Reader:
             return  # a constant, as far as gradients go
         if self._is_site(eqn, weights):
             self._site(index, eqn, weights[0])
-        elif not dependent and not is_enlarged(eqn):
+        elif not (dependent or is_enlarged(eqn) or _jaxpr.has_own_backward(eqn)):
             self._preamble(eqn)
             return
         elif eqn.primitive in ENTERED:
@@ -229,10 +236,31 @@ class _Reader:
         if eqn.primitive is primitives.dynamic_slice_p:
             as_gather = _as_gather(eqn)
         kind = "gather" if as_gather is not None else _SITES[eqn.primitive][0]
-        self.level.sites[index] = Site(
+        total = eqn.outvars[0]
+        while as_gather is None and total in self.sums:
+            total = self.sums[total]
+        site = Site(
             kind, eqn.invars[position], weight.leaves, weight.layout, self.lengths,
-            weight.stacked, as_gather or eqn, position, "", line,
+            weight.stacked, as_gather or eqn, position, "", line, self.first.get(total),
         )  # fmt: skip
+        if self._is_formed(site):
+            self.level.sites[index] = Site(
+                "value", site.var, site.leaves, site.layout, (), (), None, 0,
+                "its gradient is smaller than its factors", line, formed=site,
+            )  # fmt: skip
+            return
+        self.level.sites[index] = site
+        if as_gather is None:
+            self.first.setdefault(total, site)
+
+    def _is_formed(self, site: Site) -> bool:
+        """Whether a filter's gradient is small, and its patches no larger than its output."""
+        if site.kind != "conv" or site.lengths or site.eqn is None:
+            return False
+        out = site.eqn.params["dimension_numbers"].rhs_spec[0]
+        features, size = site.var.aval.shape[out], site.var.aval.size
+        groups = site.eqn.params["feature_group_count"]
+        return size <= min(self.small, site.output.size) and groups * size <= features**2
 
     def _preamble(self, eqn: JaxprEqn) -> None:
         used = [self.level.weights[a] for a in eqn.invars if self._is_weight(a)]
@@ -318,6 +346,26 @@ class _Reader:
                 dependent.add(var)  # differs between iterations
         level = Level(body.jaxpr, body.consts, weights, dependent=dependent)
         return _Reader(level, lengths, parents, in_loop, self.small).read()
+
+
+def _sums(jaxpr: Any) -> dict[Any, Any]:
+    """For a variable that is only a term of a sum, that sum: both have the same cotangent."""
+    uses: dict[Any, list[Any]] = {}
+    for eqn in jaxpr.eqns:
+        for i, atom in enumerate(eqn.invars):
+            if not isinstance(atom, JaxprLiteral):
+                uses.setdefault(atom, []).append((eqn, i))
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, JaxprLiteral):
+            uses.setdefault(atom, []).append((None, 0))
+    found = {}
+    for var, ((eqn, i), *more) in uses.items():
+        if more or eqn is None or eqn.outvars[0].aval.shape != var.aval.shape:
+            continue
+        is_sum = eqn.primitive in (primitives.add_p, primitives.add_jaxvals_p)
+        if is_sum or (eqn.primitive is primitives.sub_p and i == 0):
+            found[var] = eqn.outvars[0]
+    return found
 
 
 def picked_axes(eqn: JaxprEqn) -> list[int]:

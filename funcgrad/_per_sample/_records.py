@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from funcgrad._compat import primitives
+from funcgrad._compat import gathered, make_varying, primitives, varying_axes
 from funcgrad._per_sample import _linear
 from funcgrad._per_sample._plan import Level, Site
 from funcgrad._per_sample._roads import (
@@ -18,6 +18,7 @@ from funcgrad._per_sample._roads import (
     has_lost_digits,
     leaf_squares,
     map_samples,
+    pack,
 )
 from funcgrad._per_sample._sums import norm_dtype, wide
 
@@ -43,6 +44,33 @@ class Scheme:
             ]
             total += math.prod(site.lengths) * (sum(sizes) + min(sizes))
         return total
+
+
+def _spread(values: Any, x: Any, axis: int) -> Any:
+    """One value for each sample, to stand beside ``x`` whose sample axis is ``axis``."""
+    return values.reshape(-1, *[1] * (x.ndim - axis - 1))
+
+
+def _blank(x: Any, kept: Any, axis: int) -> Any:
+    return jnp.where(_spread(kept, x, axis), x, jnp.zeros_like(x))
+
+
+def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any) -> dict[int, Any]:
+    """Arrays, each with its sample axis, with zeros for the samples that do not count.
+
+    A loop, of one turn where there are any, does so in place: a conditional would copy.
+    """
+    packed = [pack(x, axis) for x, axis in arrays.values()]
+
+    def turn(state: Any) -> Any:
+        xs = [_blank(x, kept, p.axis) for x, p in zip(state[1], packed, strict=True)]
+        return state[0] | True, xs
+
+    start = (jnp.all(kept), [p.array for p in packed])
+    start = make_varying(start, varying_axes((start, kept)))
+    _, xs = lax.while_loop(lambda state: ~state[0], turn, start)
+    xs = [lax.expand_dims(x, p.units) for x, p in zip(xs, packed, strict=True)]
+    return dict(zip(arrays, xs, strict=True))
 
 
 @functools.partial(
@@ -89,42 +117,49 @@ class Records:
 
         For the leaves in ``index`` alone, if given.
         """
-        kept = weights != 0
+        sites, kept = self.scheme.sites, weights != 0
+        chosen = None if index is None else set(index)
+        used = [i for i, s in enumerate(sites) if chosen is None or s.leaves & chosen]
 
-        def spread(x: Any, site: Site, values: Any) -> Any:
-            return values.reshape(-1, *[1] * (x.ndim - len(site.lengths) - 1))
+        def scaled(x: Any, site: Site) -> Any:
+            dtype, axis = wide(x.dtype), len(site.lengths)
+            return _blank(x.astype(dtype) * _spread(weights, x, axis).astype(dtype), kept, axis)
 
-        def blank(x: Any, site: Site) -> Any:
-            return jnp.where(spread(x, site, kept), x, jnp.zeros_like(x))
+        # Operands are scaled where they are much smaller, cotangents elsewhere: those of a
+        # product serve the bias beside it too.
+        by_operand = self._scales_operands(used)
+        left, right = list(self.operands), list(self.cotangents)
+        # Zero times NaN is NaN, so what does not count is blanked in the other factor too.
+        other: dict[int, tuple[Any, int]] = {}
+        for i in used:
+            x = self.cotangents[i] if i in by_operand else self.operands[i]
+            if x is not None and jnp.issubdtype(x.dtype, jnp.inexact):
+                other[id(x)] = (x, len(sites[i].lengths))
+        blanked = _blanked(other, kept)
+        for i in used:
+            # An array that was blanked is not read any more, so that this was in place.
+            z, g = (blanked.get(id(x), x) for x in (left[i], right[i]))
+            left[i], right[i] = (
+                (scaled(z, sites[i]), g) if i in by_operand else (z, scaled(g, sites[i]))
+            )
+        return self.pull_back(left, right, index)
 
-        # The smaller of the two factors is scaled.
-        sides = list(zip(self.operands, self.cotangents, strict=True))
-        left = [
-            z is not None and jnp.issubdtype(z.dtype, jnp.inexact) and z.size < g.size
-            for z, g in sides
-        ]
-        smaller = [z if on_left else g for (z, g), on_left in zip(sides, left, strict=True)]
-        larger = [g if on_left else z for (z, g), on_left in zip(sides, left, strict=True)]
-        sites = self.scheme.sites
-        scaled = [
-            blank(x.astype(wide(x.dtype)) * spread(x, site, weights).astype(wide(x.dtype)), site)
-            for x, site in zip(smaller, sites, strict=True)
-        ]
-        # Zero times NaN is NaN, so what does not count is blanked in the other factor too,
-        # where there is any; not around the products, which the compiler runs worse inside
-        # a conditional.
-        larger = lax.cond(
-            jnp.all(kept),
-            lambda xs: xs,
-            lambda xs: [None if x is None else blank(x, s) for x, s in zip(xs, sites, strict=True)],
-            larger,
-        )
-        pairs = list(zip(scaled, larger, left, strict=True))
-        return self.pull_back(
-            [s if on_left else x for s, x, on_left in pairs],
-            [x if on_left else s for s, x, on_left in pairs],
-            index,
-        )
+    def _scales_operands(self, used: Sequence[int]) -> set[int]:
+        """The sites whose operands are much smaller than the cotangent that they share."""
+        users: dict[int, list[int]] = {}
+        for i in used:
+            users.setdefault(id(self.cotangents[i]), []).append(i)
+        found: set[int] = set()
+        for users_of_one in users.values():
+            group = [i for i in users_of_one if self.operands[i] is not None]
+            operands = {id(self.operands[i]): self.operands[i] for i in group}.values()
+            if (
+                group
+                and all(jnp.issubdtype(z.dtype, jnp.inexact) for z in operands)
+                and 2 * sum(z.size for z in operands) <= self.cotangents[group[0]].size
+            ):
+                found.update(group)
+        return found
 
     def _weights(self, params: list[Any], only: Any = None) -> list[Any]:
         """The weights at the sites, as a function of the parameters."""
@@ -211,8 +246,7 @@ class Records:
         roads, n = self.scheme.roads, self.scheme.n_samples
         exact = [i for i, road in enumerate(roads) if road.parts is None]
         found = dict(zip(exact, self.exact_squares(exact), strict=True))
-        operands, cotangents, _ = self.by_sample()
-        records = list(zip(operands, cotangents, strict=True))
+        records = list(zip(self.operands, self.cotangents, strict=True))
         pairs = [
             (found[i], jnp.zeros_like(found[i]))
             if i in found
@@ -230,5 +264,16 @@ class Records:
         def one(sample: Any) -> list[Any]:
             return [jnp.sum(jnp.square(jnp.abs(r))).astype(dtype) for r in self.row(sample, index)]
 
-        bytes_each = 8 * sum(self.params[i].size for i in index)
-        return map_samples(one, self.by_sample(), self.scheme.n_samples, bytes_each)
+        return self.for_each(one, 8 * sum(self.params[i].size for i in index))
+
+    def for_each(self, fun: Callable[[Any], Any], bytes_each: int) -> Any:
+        """``fun`` of each sample of ``by_sample``, as many at a time as ``bytes_each`` allows."""
+        n = self.scheme.n_samples
+        depths = [len(site.lengths) for site in self.scheme.sites]
+        sides = [
+            [jax.tree.map(lambda _, d=d: d, x) for x, d in zip(xs, depths, strict=True)]
+            for xs in (self.operands, self.cotangents)
+        ]
+        samples, axes = (self.operands, self.cotangents, jnp.arange(n)), (*sides, 0)
+        mapped = jax.vmap(fun, in_axes=(axes,))
+        return map_samples(mapped, gathered(samples, axes), axes, n, bytes_each)

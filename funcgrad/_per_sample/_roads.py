@@ -5,7 +5,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ from funcgrad._per_sample._factors import (
     is_tied,
     join,
     rows_times_dense,
-    squared_norm,
+    squared_norms,
 )
 from funcgrad._per_sample._plan import Site
-from funcgrad._per_sample._sums import wide
+from funcgrad._per_sample._sums import scaled_norm, wide
 
 Road = Literal["auto", "gram", "direct", "materialize"]
 
@@ -253,14 +253,19 @@ def norm_slots(roads: Sequence[LeafRoad], sites: Sequence[Site]) -> dict[int, No
 def site_norm(site: Site, operand: Any, cotangent: Any, gram: bool) -> Any:
     """The squared norm and mass at a site of one sample, in one iteration of its loops."""
     here = dataclasses.replace(site, lengths=(), stacked=())
-    f = _sample(factors(here, operand[None], cotangent[None]))
-    return jnp.stack(squared_norm(f, gram)) * _layout(site).scale ** 2
+    f = factors(here, operand[None], cotangent[None])
+    assert f is not None
+    value, mass = squared_norms(f, gram)
+    return jnp.concatenate([value, mass]) * _layout(site).scale ** 2
 
 
 def leaf_squares(
     road: LeafRoad, sites: Sequence[Site], records: Sequence[Any], n_samples: int
 ) -> tuple[Any, Any]:
-    """Each sample's squared norm of a leaf, and the mass that cancelled to make it."""
+    """Each sample's squared norm of a leaf, and the mass that cancelled to make it.
+
+    The sample axis of a site's record is behind those of its loops.
+    """
     dtype = functools.reduce(
         np.promote_types,
         [wide(sites[k].output.dtype) for p in road.parts or () for k in (*p.rows, *p.dense)],
@@ -280,22 +285,53 @@ def leaf_squares(
             continue
         if len(part.dense) == 1 and isinstance(records[part.dense[0]][1], NormSlot):
             found = records[part.dense[0]][1].value
-            found = found.sum(tuple(range(1, found.ndim - 1)))
+            found = found.sum(tuple(range(found.ndim - 2)))
             total, mass = total + found[:, 0], mass + found[:, 1]
             continue
         mine = {k: records[k] for k in (*part.rows, *part.dense)}
 
-        def one(mine: Any, part: Part = part) -> Any:
+        def some(mine: Any, part: Part = part) -> Any:
             rows, dense = _joined(part.rows, sites, mine), _joined(part.dense, sites, mine)
-            squares = [squared_norm(x, part.gram) for x in (rows, dense) if x is not None]
+            squares = [squared_norms(x, part.gram) for x in (rows, dense) if x is not None]
             value, mass = (sum(column) for column in zip(*squares, strict=True))
             if rows is not None and dense is not None:
-                value = value + 2 * rows_times_dense(rows, dense)
+                value = value + 2 * jax.vmap(rows_times_dense)(rows, dense)
             return value, mass
 
-        value, lost = map_samples(one, mine, n_samples, _part_bytes(part, sites))
+        axes = {k: jax.tree.map(lambda _, k=k: len(sites[k].lengths), mine[k]) for k in mine}
+        value, lost = map_samples(some, mine, axes, n_samples, _part_bytes(part, sites))
         total, mass = total + value, mass + lost
     return total, mass
+
+
+def scaled_norms(road: LeafRoad, sites: Sequence[Site], sample: Any) -> list[Any] | None:
+    """One sample's norm of each part of a leaf, as ``scaled_norm`` gives it, from its factors.
+
+    ``None`` where the gradient is no product of single terms.
+    """
+    if road.road not in ("product", "value"):
+        return None
+    operands, cotangents = sample
+    found = []
+    for part in road.parts or ():
+        (k,) = part.dense
+        scale = abs(_layout(sites[k]).scale)
+        if part.is_value:
+            unit, ratio, finite = scaled_norm([cotangents[k].astype(wide(cotangents[k].dtype))])
+            found.append((unit, scale * ratio, finite))
+            continue
+        f = factors(sites[k], operands[k][None], cotangents[k][None])
+        assert f is not None
+        f = f.widened()
+        # Each block has its own two vectors.
+        sides = (f.left[0], f.right[0])
+        (a, p, fine), (b, q, good) = (jax.vmap(lambda x: scaled_norm([x]))(x) for x in sides)
+        unit = a * b  # the largest entry: infinite where that is
+        top = jnp.maximum(unit.max(), jnp.finfo(unit.dtype).tiny)
+        ratio = jnp.sqrt(jnp.sum(jnp.square(p * q * (unit / top))))
+        finite = (fine & good).all() & jnp.isfinite(top)
+        found.append((top, scale * ratio, finite))
+    return found
 
 
 def has_lost_digits(squares: Any, mass: Any) -> Any:
@@ -304,11 +340,12 @@ def has_lost_digits(squares: Any, mass: Any) -> Any:
 
 
 def _joined(group: Sequence[int], sites: Sequence[Site], records: Any) -> Factors | None:
-    """The factors of one sample at several sites of one weight, their terms together."""
+    """The factors of samples at several sites of one weight, their terms together."""
     joined: Factors | None = None
     for k in group:
-        z, g = records[k]
-        f = _sample(factors(sites[k], z[None], g[None]))
+        z, g = (jnp.moveaxis(x, len(sites[k].lengths), 0) for x in records[k])
+        f = factors(sites[k], z, g)
+        assert f is not None
         scale = _layout(sites[k]).scale
         if scale != 1:
             f = dataclasses.replace(f, right=f.right * scale)
@@ -316,25 +353,62 @@ def _joined(group: Sequence[int], sites: Sequence[Site], records: Any) -> Factor
     return joined
 
 
-def _sample(f: Factors | None) -> Factors:
-    assert f is not None
-    return dataclasses.replace(f, left=f.left[0], right=f.right[0])
-
-
 def _part_bytes(part: Part, sites: Sequence[Site]) -> int:
     """What the norm of one sample holds at a time, beside the records."""
-    total, terms = 0, 0
+    total, terms, blocks = 0, 0, 1
     for k in (*part.rows, *part.dense):
         blocks, t, n, m = _shapes(sites[k]).sizes
         terms += t
-        total += 0 if part.gram else blocks * n * m
-        total += blocks * t * n if sites[k].kind == "conv" else 0
-    return 4 * (total + (2 * terms**2 if part.gram else 0))
+        # The product of single terms is never formed.
+        total += 0 if part.gram or t == 1 else blocks * n * m
+        # Patches are cut out and put together, and what loops stacked is laid out anew.
+        copies = 2 if sites[k].kind == "conv" else 1 if sites[k].lengths else 0
+        total += copies * blocks * t * n + (blocks * t * m if sites[k].lengths else 0)
+    return 4 * (total + (2 * blocks * terms**2 if part.gram else 0))
 
 
-def map_samples(fun: Callable[[Any], Any], samples: Any, n_samples: int, bytes_each: int) -> Any:
-    """``fun`` of each sample, as many at a time as fit a chunk's memory."""
-    size = max(1, _CHUNK_BYTES // max(1, bytes_each))
-    if size >= n_samples:
-        return jax.vmap(fun)(samples)
-    return lax.map(fun, gathered(samples), batch_size=size)
+class Packed(NamedTuple):
+    """An array without its axes of size 1, where its sample axis is then, and those axes."""
+
+    array: Any
+    axis: int
+    units: tuple[int, ...]
+
+
+def pack(x: Any, axis: int) -> Packed:
+    """Squeeze an array that enters a loop, which would copy it for the order of such axes."""
+    units = tuple(d for d, n in enumerate(x.shape) if n == 1 and d != axis)
+    return Packed(lax.squeeze(x, units), axis - sum(d < axis for d in units), units)
+
+
+def map_samples(
+    fun: Callable[[Any], Any], samples: Any, axes: Any, n_samples: int, bytes_each: int
+) -> Any:
+    """``fun`` of some samples at a time, as many as fit a chunk's memory.
+
+    Samples lie along ``axes``, a tree like ``samples``, and in front in what ``fun`` returns.
+    Chunks are cut out where they lie: to scan over them would copy all samples first.
+    """
+    n_chunks = -(-n_samples // max(1, _CHUNK_BYTES // max(1, bytes_each)))
+    size = -(-n_samples // n_chunks)
+    n_chunks = -(-n_samples // size)
+    if n_chunks == 1:
+        return fun(samples)
+    last = n_samples - size
+    leaves, tree = jax.tree.flatten(gathered(samples, axes))
+    packed = [pack(x, axis) for x, axis in zip(leaves, tree.flatten_up_to(axes), strict=True)]
+
+    def chunk(start: Any) -> Any:
+        cut = [lax.dynamic_slice_in_dim(p.array, start, size, p.axis) for p in packed]
+        cut = [lax.expand_dims(x, p.units) for x, p in zip(cut, packed, strict=True)]
+        return fun(jax.tree.unflatten(tree, cut))
+
+    # The last chunk begins early where samples do not divide, and only its end is new.
+    out = lax.map(chunk, jnp.minimum(size * jnp.arange(n_chunks), last))
+    rest = n_samples - size * (n_chunks - 1)
+
+    def join(y: Any) -> Any:
+        head = y[:-1].reshape(-1, *y.shape[2:])
+        return jnp.concatenate([head, y[-1, size - rest :]])
+
+    return jax.tree.map(join, out)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +11,9 @@ from jax import lax
 
 from funcgrad._compat import gathered, make_varying, varying_axes
 from funcgrad._per_sample._products import gram
+from funcgrad._per_sample._projections import project
 from funcgrad._per_sample._records import Records
 from funcgrad._per_sample._roads import LeafRoad
-from funcgrad._per_sample._sums import wide
 from funcgrad._trees import LeafSpec, broadcast_prefix, choose_leaves
 
 
@@ -39,6 +38,16 @@ class Samples:
 
     def __len__(self) -> int:
         return self._records.scheme.n_samples
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept of the samples, beside losses and aux: the factors.
+
+        Under ``jit`` what no method asks for is not kept.
+        """
+        held = jax.tree.leaves((self._records.operands, self._records.cotangents))
+        # Sites may share an array.
+        return sum({id(leaf): leaf.size * leaf.dtype.itemsize for leaf in held}.values())
 
     # Sums over samples: one pull-back for the whole batch.
 
@@ -178,31 +187,41 @@ class Samples:
     def project(self, key: Any, dim: int) -> Any:
         """Random projections of the gradients that keep inner products on average.
 
-        Products with ``dim`` directions of independent normal numbers of variance
-        ``1 / dim``, drawn one at a time.
+        Each is ``P @ gradient`` for one random matrix ``P`` of ``dim`` rows that is never
+        there: a tensor sketch, made from the factors of a layer where that costs less than
+        its gradient.  Whatever ``dim`` is, it costs about what the gradients do.  For
+        gradients x and y the expectation of ``Px @ Py`` is ``x @ y``, and its variance at
+        most ``(2 + 3**n) / dim * |x|**2 * |y|**2``, n being the most axes that a leaf has;
+        near ``2 / dim`` where many terms add up, as with normal directions.
 
         Args:
-          key: A random key; the same key projects another batch alike.
-          dim: How many directions.
+          key: A random key.  The same key, ``dim`` and shapes of ``params`` give the same
+            ``P``, whatever the batch, the road, the loss and the frozen leaves are.
+          dim: How many numbers to keep of each gradient.
 
         Returns:
-          (batch, dim).
+          (batch, dim) in float32 or wider.
+
+        Raises:
+          ValueError: ``dim`` is below 1.
+
+        Example:
+          >>> samples = fg.per_sample(lambda w, x: w @ x)(jnp.ones(3), jnp.eye(3))
+          >>> samples.project(jax.random.key(0), 64).shape
+          (3, 64)
 
         References:
-          Park et al., "TRAK: Attributing Model Behavior at Scale", 2023.
+          Pham and Pagh, "Fast and Scalable Polynomial Kernels via Explicit Feature Maps",
+          2013; Avron, Nguyen and Woodruff, "Subspace Embeddings for the Polynomial Kernel",
+          2014, for the variance; Park et al., "TRAK: Attributing Model Behavior at Scale",
+          2023, and Choe et al., "What is Your Data Worth to GPT?", 2024, for the use.
         """
-        params = self._records.params
-
-        def one(key: Any) -> Any:
-            keys = jax.random.split(key, len(params))
-            return self._held.dots(
-                [
-                    jax.random.normal(k, p.shape, wide(p.dtype)) / math.sqrt(dim)
-                    for k, p in zip(keys, params, strict=True)
-                ]
+        if dim < 1:
+            raise ValueError(
+                f"project: dim is a positive number; got {dim}. Pass how many numbers to keep of "
+                "each gradient."
             )
-
-        return lax.map(one, jax.random.split(key, dim)).T
+        return project(self._held, key, dim)
 
     # The gradients themselves.
 

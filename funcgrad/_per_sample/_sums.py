@@ -38,7 +38,8 @@ def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
     dtype = norm_dtype(parts)
     parts = [part.astype(dtype) for part in parts]
     peak = jnp.stack([jnp.max(jnp.abs(part)) for part in parts]).max()
-    finite = jnp.isfinite(peak)
+    # Not read off the peak: on CPU the compiler's maximum of many numbers loses a NaN.
+    finite = jnp.stack([jnp.isfinite(part).all() for part in parts]).all()
     # Kept away from both ends of the range, where the reciprocal is flushed to zero.
     widest = 2.0 ** (jnp.finfo(dtype).maxexp - 8)
     unit = jnp.where(finite & (peak > 0), jnp.clip(peak, 1 / widest, widest), 1)
