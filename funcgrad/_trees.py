@@ -40,7 +40,8 @@ def choose_leaves(spec: LeafSpec, tree: Any, call: str) -> list[bool]:
     paths = [(slashed(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     if spec is None:
         return [False] * len(paths)
-    if callable(spec):
+    # An Equinox module of booleans is callable, too, and is not a predicate.
+    if callable(spec) and jax.tree_util.all_leaves([spec]):
         return [bool(spec(path, leaf)) for path, leaf in paths]
     if isinstance(spec, str):
         spec = [spec]

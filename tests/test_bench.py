@@ -19,7 +19,7 @@ from funcgrad.bench._models import MODELS
 from funcgrad.bench._options import Options
 from funcgrad.bench._per_sample import Problem, Reference, Road
 from funcgrad.bench._race import not_run, race
-from funcgrad.bench._worker import CONTENDERS, Session
+from funcgrad.bench._worker import CONTENDERS, RACERS, Session
 
 X = jnp.arange(8.0)
 
@@ -139,7 +139,14 @@ def test_road_with_a_nan_is_wrong():
 
 @pytest.mark.parametrize(
     "model, name",
-    [("lstm", "fg.per_sample clipped_sum"), ("embedding", "vmap(grad), Optax, microbatches")],
+    [
+        ("lstm", "fg.per_sample clipped_sum"),
+        ("embedding", "vmap(grad), Optax, microbatches"),
+        ("mlp-64", "fg.per_sample variance"),
+        ("mlp-64", "vmap(grad) dots"),
+        ("mlp-64", "loop gram"),
+        ("mlp-64", "loop variance"),
+    ],
 )
 def test_contender_agrees_with_the_float64_loop(model, name, tmp_path, fast_compiler):
     session = Session(model, quick=True)
@@ -149,8 +156,16 @@ def test_contender_agrees_with_the_float64_loop(model, name, tmp_path, fast_comp
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("model, name", [("mlp", "torch: plain"), ("cnn-64", "torch: vmap(grad)")])
-def test_chain_of_torch_layers_is_the_same_model(model, name, tmp_path, fast_compiler):
+@pytest.mark.parametrize(
+    "model, name",
+    [
+        ("mlp", "torch: plain"),
+        ("cnn-64", "torch: vmap(grad)"),
+        ("transformer-t128", "torch: plain"),
+        ("lstm", "torch: vmap(grad)"),
+    ],
+)
+def test_peer_in_torch_is_the_same_model(model, name, tmp_path, fast_compiler):
     pytest.importorskip("torch")
     session = Session(model, quick=True)
     about = session.reference(tmp_path / "reference.npz")
@@ -205,7 +220,9 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONTENDERS, "jax_privacy", absent)
         patch.setattr(_cost, "race", functools.partial(race, contenders=names))
-        status = bench.run(out / "new", quick=True, models=["mlp"], console=Console(quiet=True))
+        status = bench.run(
+            out / "new", ["per-sample"], quick=True, models=["mlp"], console=Console(quiet=True)
+        )
     file = out / "new" / f"per_sample_{jax.default_backend()}.json"
     return status, json.loads(file.read_text()), file.with_suffix(".md").read_text()
 
@@ -242,6 +259,17 @@ def test_markdown_has_a_row_for_each_model_and_each_contender(results):
     assert bench.TASKS["per-sample"].markdown(figures) == text
     widths = {line.count("|") for line in text.split("## ")[1].splitlines() if "|" in line}
     assert len(widths) == 1
+
+
+def test_markdown_has_a_table_of_variance_and_products(results):
+    _, figures, _ = results
+    row = figures["models"]["mlp"]["contenders"]["fg.per_sample clipped_sum"]
+    ways = dict.fromkeys(RACERS["products"], row)
+    other = {**figures["models"]["mlp"], "asks": "products", "contenders": ways}
+    text = _cost.markdown({**figures, "models": {**figures["models"], "mlp-64": other}})
+    assert "| model | way | `variance` | `dots` | `gram` |" in text
+    assert text.count("| mlp at toy size | `per_sample` | ") == 1
+    assert "| loop gram | " in text
 
 
 def test_curves_are_drawn(tmp_path, monkeypatch):

@@ -13,7 +13,9 @@ from jax import lax
 import funcgrad as fg
 from funcgrad.bench._models import Task
 
-Kind = Literal["plain", "norms", "clipped"]
+Kind = Literal["plain", "norms", "clipped", "variance", "dots", "gram"]
+PRODUCTS: tuple[Kind, ...] = ("variance", "dots", "gram")
+"""What is asked of all gradients together, beside their sum."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Contender:
     make: Callable[[Task, float], Callable[..., Any]]
     """``make(task, max_norm)`` is a function of ``(params, *batch)``."""
     kind: Kind
-    """``"plain"``: the sum of the gradients; ``"norms"`` of them; ``"clipped"``: their sum."""
+    """``"plain"``: the sum of the gradients; ``"norms"`` of them; ``"clipped"``: their sum;
+    their ``"variance"``, ``"dots"`` with the parameters, and ``"gram"`` matrix."""
     library: Literal["jax", "torch"] = "jax"
     needs: str | None = None
     """The package that brings it."""
@@ -114,6 +117,70 @@ def _jax_privacy(chunked: bool) -> Callable[[Task, float], Callable[..., Any]]:
     return make
 
 
+def _of_samples(kind: Kind) -> Callable[[Task, float], Callable[..., Any]]:
+    def make(task: Task, max_norm: float) -> Callable[..., Any]:
+        def run(params: Any, *batch: Any) -> Any:
+            samples = fg.per_sample(task.loss)(params, *batch)
+            return samples.dots(params) if kind == "dots" else getattr(samples, kind)()
+
+        return run
+
+    return make
+
+
+def _of_rows(kind: Kind) -> Callable[[Task, float], Callable[..., Any]]:
+    """From all gradients in memory."""
+
+    def make(task: Task, max_norm: float) -> Callable[..., Any]:
+        def run(params: Any, *batch: Any) -> Any:
+            rows = jax.vmap(jax.grad(task.loss), (None, *(0 for _ in batch)))(params, *batch)
+            if kind == "variance":
+                return jax.tree.map(lambda g: jnp.var(g, 0, ddof=1), rows)
+            return _products(kind, rows, params)
+
+        return run
+
+    return make
+
+
+def _products(kind: Kind, rows: Any, params: Any) -> Any:
+    flat = [g.reshape(len(g), -1) for g in jax.tree.leaves(rows)]
+    if kind == "gram":
+        return sum(g @ g.T for g in flat)
+    return sum(g @ p.ravel() for g, p in zip(flat, jax.tree.leaves(params), strict=True))
+
+
+def _of_loop(kind: Kind) -> Callable[[Task, float], Callable[..., Any]]:
+    """From the gradients one by one; only the products between them need all in memory."""
+
+    def make(task: Task, max_norm: float) -> Callable[..., Any]:
+        def run(params: Any, *batch: Any) -> Any:
+            one = lambda sample: jax.grad(task.loss)(params, *sample)
+            if kind == "gram":
+                return _products(kind, lax.map(one, batch), params)
+            if kind == "dots":
+                row = lambda sample: jax.tree.map(lambda g: g[None], one(sample))
+                return lax.map(lambda sample: _products(kind, row(sample), params)[0], batch)
+
+            def add(state: Any, sample: Any) -> tuple[Any, None]:
+                n, mean, squares = state
+                grad = one(sample)
+                apart = jax.tree.map(jnp.subtract, grad, mean)
+                mean = jax.tree.map(lambda m, d: m + d / (n + 1), mean, apart)
+                squares = jax.tree.map(
+                    lambda s, d, g, m: s + d * (g - m), squares, apart, grad, mean
+                )
+                return (n + 1, mean, squares), None
+
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            (n, _, squares), _ = lax.scan(add, (0, zeros, zeros), batch)
+            return jax.tree.map(lambda s: s / (n - 1), squares)
+
+        return run
+
+    return make
+
+
 _WHOLE = lambda task: task.size
 _CHUNK = lambda task: task.chunk
 
@@ -132,4 +199,17 @@ JAX_CONTENDERS: Mapping[str, Contender] = {
     "jax_privacy, microbatches": Contender(
         _jax_privacy(True), "clipped", needs="jax_privacy", held=_CHUNK
     ),
+}
+
+PRODUCT_CONTENDERS: Mapping[str, Contender] = {
+    "plain": JAX_CONTENDERS["plain"],
+    "plain, microbatches": JAX_CONTENDERS["plain, microbatches"],
+    **{f"fg.per_sample {kind}": Contender(_of_samples(kind), kind) for kind in PRODUCTS},
+    **{f"vmap(grad) {kind}": Contender(_of_rows(kind), kind, held=_WHOLE) for kind in PRODUCTS},
+    **{
+        f"loop {kind}": Contender(
+            _of_loop(kind), kind, held=_WHOLE if kind == "gram" else lambda task: 1
+        )
+        for kind in PRODUCTS
+    },
 }

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from funcgrad.bench._contenders import PRODUCTS
 from funcgrad.bench._measure import Machine
 from funcgrad.bench._models import MODELS, SEED
 from funcgrad.bench._options import Options
@@ -117,7 +118,8 @@ def markdown(results: dict[str, Any]) -> str:
     Returns:
       The text.
     """
-    models = results["models"]
+    models = {k: m for k, m in results["models"].items() if m.get("asks", "sums") == "sums"}
+    products = [m for k, m in results["models"].items() if k not in models]
     head = ["model", "plain: whole / microbatches", *SUMMARY, "goal"]
     rows = []
     for figures in models.values():
@@ -126,15 +128,19 @@ def markdown(results: dict[str, Any]) -> str:
         plain = f"{_ms(whole)}, {_mib(whole)} / {_ms(micro)}, {_mib(micro)}"
         summary = [_summary(ways[name]) if name in ways else "–" for name in SUMMARY.values()]
         rows.append([figures["title"], plain, *summary, _goal(figures, whole)])
-    lines = [legend(results), "", *_markdown(head, rows)]
-    peers = [name for name in next(iter(models.values()))["contenders"] if name not in _OURS]
-    rows = [
-        [figures["title"], *(_summary(figures["contenders"][name]) for name in peers)]
-        for figures in models.values()
-    ]
-    lines += ["", "Peers: those in JAX to the better plain gradient, those in torch to torch's."]
-    lines += ["", *_markdown(["model", *peers], rows)]
-    for figures in models.values():
+    lines = [legend(results)]
+    if models:
+        peers = [name for name in next(iter(models.values()))["contenders"] if name not in _OURS]
+        lines += ["", *_markdown(head, rows)]
+        rows = [
+            [figures["title"], *(_summary(figures["contenders"][name]) for name in peers)]
+            for figures in models.values()
+        ]
+        words = "Peers: those in JAX to the better plain gradient, those in torch to torch's."
+        lines += ["", words, "", *_markdown(["model", *peers], rows)]
+    if products:
+        lines += ["", *_of_products(products)]
+    for figures in results["models"].values():
         lines += ["", f"## {_title(figures)}", ""]
         lines += _markdown(
             _HEADERS, [[name, *_cells(row)] for name, row in figures["contenders"].items()]
@@ -142,6 +148,26 @@ def markdown(results: dict[str, Any]) -> str:
     if "scaling" in results:
         lines += ["", "## Scaling", "", *_scaling(results["scaling"])]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _of_products(models: list[dict[str, Any]]) -> list[str]:
+    """Variance, products with a direction and the Gram matrix: a line for each model and way."""
+    ways = {"fg.per_sample": "`per_sample`", "vmap(grad)": "`vmap(grad)`", "loop": "loop"}
+    rows = []
+    for figures in models:
+        of = figures["contenders"]
+        for way, title in ways.items():
+            cells = [of[f"{way} {kind}"] for kind in PRODUCTS]
+            errors = ["" if "reason" in row else f", {row['error']:.0e}" for row in cells]
+            sums = [_summary(row) + error for row, error in zip(cells, errors, strict=True)]
+            rows.append([figures["title"] if way == "fg.per_sample" else "", title, *sums])
+    words = (
+        "Variance, products with one direction (`dots`) and with one another (`gram`): time ratio, "
+        "temporaries, error. The loop differentiates one sample at a time; its `gram` keeps all "
+        "gradients, as `vmap(grad)` does."
+    )
+    head = ["model", "way", *(f"`{kind}`" for kind in PRODUCTS)]
+    return [words, "", *_markdown(head, rows)]
 
 
 def _scaling(scaling: dict[str, Any]) -> list[str]:

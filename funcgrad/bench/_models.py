@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,8 @@ class Model:
     """Time over that of the better of the plain gradient and its microbatched scan."""
     memory_goal: float | None = None
     """Temporaries over those of the plain gradient."""
+    asks: Literal["sums", "products"] = "sums"
+    """For norms and clipped sums; or for variance and products between gradients."""
 
 
 class _Draw:
@@ -263,5 +265,20 @@ MODELS: Mapping[str, Model] = {
         "embedding 1M × 5, batch 16,000",
         functools.partial(embedding, 16_000),
         functools.partial(embedding, 16, rows=100, chunk=4),
+    ),
+    "mlp-64": Model(
+        "MLP 784-1024-1024-10, batch 64",
+        functools.partial(mlp, 64),
+        functools.partial(mlp, 8, n_inputs=12, width=16, chunk=4),
+        asks="products",
+    ),
+    "transformer-64": Model(
+        "transformer d128 L2 T64 V2k tied, batch 64",
+        functools.partial(transformer, 64, length=64, width=128, depth=2, vocabulary=2048),
+        functools.partial(transformer, 8, length=8, width=16, depth=2, vocabulary=32),
+        asks="products",
+    ),
+    "cnn-products": Model(
+        "CNN 32×32, batch 64", functools.partial(cnn, 64), _TINY_CNN, asks="products"
     ),
 }

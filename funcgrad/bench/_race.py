@@ -11,7 +11,7 @@ from typing import Any
 from funcgrad.bench._measure import quartiles
 from funcgrad.bench._models import MODELS, Task
 from funcgrad.bench._torch_peers import TORCH_CONTENDERS
-from funcgrad.bench._worker import CONTENDERS, Worker, WorkerError
+from funcgrad.bench._worker import CONTENDERS, RACERS, Worker, WorkerError
 
 MEMORY_LIMIT = 8 * 2**30
 """Bytes of gradients that a contender may write in one go."""
@@ -57,13 +57,13 @@ def race(
       model: A key of ``MODELS``.
       quick: Whether to take the model at toy size.
       turns: Calls of each that count.
-      contenders: Keys of ``CONTENDERS``; all, if ``None``.
+      contenders: Keys of ``CONTENDERS``; those for the model, if ``None``.
       progress: Called with what is being done.
 
     Returns:
       The figures, as in the JSON.  A contender that did not run has a ``reason`` only.
     """
-    names = list(CONTENDERS if contenders is None else contenders)
+    names = list(RACERS[MODELS[model].asks] if contenders is None else contenders)
     task = MODELS[model].quick() if quick else MODELS[model].make()
     reasons = {name: reason for name in names if (reason := not_run(name, model, task))}
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
@@ -128,6 +128,7 @@ def race(
     return {
         "title": MODELS[model].title if not quick else f"{model} at toy size",
         **about,
+        "asks": MODELS[model].asks,
         "time_goal": MODELS[model].time_goal,
         "memory_goal": MODELS[model].memory_goal,
         "baselines": baselines,

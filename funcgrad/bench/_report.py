@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
-from funcgrad.bench import _cost
+from funcgrad.bench import _checkpointing, _cost
 from funcgrad.bench._options import Options
 
 
@@ -25,7 +25,10 @@ class BenchTask:
     """The figures as text."""
 
 
-TASKS: Mapping[str, BenchTask] = {"per-sample": BenchTask(_cost.per_sample, _cost.markdown)}
+TASKS: Mapping[str, BenchTask] = {
+    "per-sample": BenchTask(_cost.per_sample, _cost.markdown),
+    "checkpointing": BenchTask(_checkpointing.checkpointing, _checkpointing.markdown),
+}
 
 
 def run(

@@ -1,4 +1,4 @@
-"""The peers in PyTorch, for the models that are a chain of torch's layers: MLP and CNN."""
+"""The peers in PyTorch: layers its libraries know for MLP and CNN, functions for the others."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,8 +7,10 @@ import numpy as np
 
 from funcgrad.bench._contenders import Contender
 from funcgrad.bench._models import Task
+from funcgrad.bench._torch_models import Functional
 
-_MODELS = ("mlp", "cnn-64", "cnn-128")
+_CHAINS = ("mlp", "cnn-64", "cnn-128")
+_FUNCTIONS = ("transformer-t128", "transformer-t256", "transformer-d512", "lstm")
 
 
 class Chain:
@@ -74,9 +76,13 @@ def _cross_entropy(logits: Any, y: Any, reduction: str = "sum") -> Any:
     return functional.cross_entropy(logits, y, reduction=reduction)
 
 
-def _plain(chain: Chain, max_norm: float) -> Callable[..., Any]:
+def _plain(chain: Chain | Functional, max_norm: float) -> Callable[..., Any]:
     import torch
 
+    if isinstance(chain, Functional):
+        axes = lambda batch: (None, *(0 for _ in batch))
+        losses = lambda batch: torch.vmap(chain.loss, axes(batch))(chain.params, *batch)
+        return lambda *batch: torch.autograd.grad(losses(batch).sum(), chain.params)
     params = list(chain.module.parameters())
     return lambda x, y: torch.autograd.grad(_cross_entropy(chain.module(x), y), params)
 
@@ -89,9 +95,13 @@ def _clip(grads: list[Any], max_norm: float) -> list[Any]:
     return [torch.einsum("n,n...->...", scales, grad) for grad in grads]
 
 
-def _func(chain: Chain, max_norm: float) -> Callable[..., Any]:
+def _func(chain: Chain | Functional, max_norm: float) -> Callable[..., Any]:
     from torch.func import functional_call, grad, vmap
 
+    if isinstance(chain, Functional):
+        leaves = [p.detach() for p in chain.params]
+        rows = lambda batch: vmap(grad(chain.loss), (None, *(0 for _ in batch)))(leaves, *batch)
+        return lambda *batch: _clip(list(rows(batch)), max_norm)
     params = {name: p.detach() for name, p in chain.module.named_parameters()}
 
     def loss(params: Any, x: Any, y: Any) -> Any:
@@ -142,20 +152,25 @@ def _backpack(chain: Chain, max_norm: float) -> Callable[..., Any]:
 
 
 def _contender(
-    make: Callable[[Chain, float], Callable[..., Any]], kind: Any = "clipped", **options: Any
+    make: Callable[[Any, float], Callable[..., Any]],
+    kind: Any = "clipped",
+    models: tuple[str, ...] = _CHAINS,
+    **options: Any,
 ) -> Contender:
     def prepare(task: Task, max_norm: float) -> Callable[..., Any]:
-        chain = Chain(task)
+        chain = Chain(task) if "layer0" in task.params else Functional(task)
         run = make(chain, max_norm)
         return lambda params, *batch: chain.leaves([g.detach() for g in run(*chain.inputs(*batch))])
 
-    return Contender(prepare, kind, "torch", models=_MODELS, **options)
+    return Contender(prepare, kind, "torch", models=models, **options)
 
 
 # The first is what the others' times are compared with.
 TORCH_CONTENDERS: Mapping[str, Contender] = {
-    "torch: plain": _contender(_plain, "plain"),
-    "torch: vmap(grad)": _contender(_func, held=lambda task: task.size),
+    "torch: plain": _contender(_plain, "plain", _CHAINS + _FUNCTIONS),
+    "torch: vmap(grad)": _contender(
+        _func, models=_CHAINS + _FUNCTIONS, held=lambda task: task.size
+    ),
     "torch: Opacus ghost clipping": _contender(_opacus, needs="opacus"),
     "torch: BackPACK BatchGrad": _contender(
         _backpack, needs="backpack", held=lambda task: task.size

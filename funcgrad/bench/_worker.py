@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from funcgrad._compat import enable_x64
-from funcgrad.bench._contenders import JAX_CONTENDERS, Contender
+from funcgrad.bench._contenders import JAX_CONTENDERS, PRODUCT_CONTENDERS, PRODUCTS, Contender
 from funcgrad.bench._models import MODELS, SEED, Task
 from funcgrad.bench._torch_peers import TORCH_CONTENDERS
 
-CONTENDERS = {**JAX_CONTENDERS, **TORCH_CONTENDERS}
+# What each kind of model is raced by.
+RACERS = {"sums": {**JAX_CONTENDERS, **TORCH_CONTENDERS}, "products": PRODUCT_CONTENDERS}
+CONTENDERS = {**RACERS["sums"], **RACERS["products"]}
 REFERENCE_SAMPLES = 8
 _SHORT = 0.2
 
@@ -41,10 +43,10 @@ class Reference:
     repeats: np.ndarray
     """Which sample stands at each place of the batch."""
     sums: dict[str, list[np.ndarray]]
-    """Of the gradients as they are (``"plain"``), and ``"clipped"``."""
+    """Of the gradients as they are (``"plain"``), and ``"clipped"``; and what else is asked."""
 
     @staticmethod
-    def of(task: Task) -> "Reference":
+    def of(task: Task, products: bool = False) -> "Reference":
         """Differentiate some samples one after another, in float64."""
         n = min(REFERENCE_SAMPLES, task.size)
         with enable_x64(True):
@@ -67,6 +69,8 @@ class Reference:
             ]
             for kind, weight in weights.items()
         }
+        if products:
+            sums |= _products(grads, jax.tree.leaves(params), repeats, counts)
         return Reference(norms, max_norm, repeats, sums)
 
     def error(self, kind: str, output: Any) -> float:
@@ -90,9 +94,24 @@ class Reference:
         with np.load(file) as held:
             sums = {
                 kind: [held[f"{kind}{i}"] for i in range(sum(k.startswith(kind) for k in held))]
-                for kind in ("plain", "clipped")
+                for kind in ("plain", "clipped", *PRODUCTS)
             }
             return Reference(held["norms"], float(held["bound"]), held["repeats"], sums)
+
+
+def _products(
+    grads: list[list[np.ndarray]], params: list[np.ndarray], repeats: np.ndarray, counts: np.ndarray
+) -> dict[str, list[np.ndarray]]:
+    """Variance, products with the parameters and with one another, of a batch of repeats."""
+    n, variance = len(repeats), []
+    for leaf in zip(*grads, strict=True):
+        rows = np.stack(leaf)
+        apart = rows - np.tensordot(counts / n, rows, 1)
+        variance.append(np.tensordot(counts / (n - 1), apart**2, 1))
+    flat = np.stack([np.concatenate([leaf.ravel() for leaf in sample]) for sample in grads])
+    dots = flat @ np.concatenate([np.ravel(p) for p in params])
+    gram = flat @ flat.T
+    return {"variance": variance, "dots": [dots[repeats]], "gram": [gram[repeats][:, repeats]]}
 
 
 class Session:
@@ -100,10 +119,11 @@ class Session:
 
     def __init__(self, model: str, quick: bool) -> None:
         self.task = MODELS[model].quick() if quick else MODELS[model].make()
+        self.asks = MODELS[model].asks
 
     def reference(self, file: Path) -> dict[str, Any]:
         """Write the float64 loop's numbers, and say what the task is."""
-        reference = Reference.of(self.task)
+        reference = Reference.of(self.task, self.asks == "products")
         reference.save(file)
         return {
             "parameters": self.task.n_params,

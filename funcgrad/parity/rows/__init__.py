@@ -9,6 +9,7 @@ from funcgrad.parity.rows import (
     debugging,
     engine,
     function,
+    function_class,
     hooks,
     per_sample,
     stopping,
@@ -20,6 +21,7 @@ ROWS: tuple[Row, ...] = tuple(
     for module in (
         engine,
         backward_and_grad,
+        function_class,
         function,
         stopping,
         hooks,

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from funcgrad.parity._table import Row, agree, error_of, row
+import funcgrad as fg
+from funcgrad.parity._table import agree, error_of, row
 
 
 @row(
@@ -136,14 +137,37 @@ def grad_of_grads():
     )
 
 
-unused = Row(
+@row(
     "backward_and_grad.allow_unused",
-    "allow_unused",
-    "autograd.grad(loss, params, allow_unused=True)",
-    "fg.unused_grads(fun)(params)",
+    concept="allow_unused",
+    torch="autograd.grad(loss, params, allow_unused=True)",
+    here="fg.unused_grads(fun)(params)",
     needs=("unused_grads",),
     note="Which leaves provably get no gradient, and why.",
 )
+def unused():
+    """Leaves detached, compared, rounded and forgotten: torch's None and its zeros are ours."""
+    import torch
+
+    names = ("detached", "gate", "rounded", "forgotten", "trained")
+    p = {name: torch.tensor([0.4, -1.2], requires_grad=True) for name in names}
+    gate = (p["gate"] > 0).to(torch.float64)
+    loss = (p["detached"].detach() * torch.round(p["rounded"]) + gate * p["trained"]).sum()
+    grads = torch.autograd.grad(loss, list(p.values()), allow_unused=True)
+    # None, zeros, or a gradient
+    theirs = [0 if g is None else 2 if g.any() else 1 for g in grads]
+
+    def fun(p):
+        gate = (p["gate"] > 0).astype(jnp.float64)
+        kept = jax.lax.stop_gradient(p["detached"])
+        return (kept * jnp.round(p["rounded"]) + gate * p["trained"]).sum()
+
+    found = fg.unused_grads(fun)({name: jnp.array([0.4, -1.2]) for name in names})
+    verdicts = {leaf.path: {"none": 0, "zero": 1}[leaf.gradient] for leaf in found}
+    ours = [verdicts.get(name, 2) for name in names]
+
+    said = {leaf.path: leaf.cuts[0].reason for leaf in found}
+    return agree(verdicts=(theirs, ours, [0, 0, 1, 0, 2]), said=said)
 
 
 @row(
@@ -198,22 +222,31 @@ def is_grads_batched():
     "backward_and_grad.intermediates",
     concept="gradients of intermediates",
     torch="autograd.grad(loss, [a, b])",
-    here="b, pull = jax.vjp(first, a); jax.grad(second)(b)",
-    note="Without touching the program: fg.capture.",
+    here="fg.capture_grads(fun)(a).cotangents['b']",
+    needs=("capture_grads",),
+    note="b bears a name, from checkpoint_name; one backward pass gives all.",
 )
 def intermediates():
     """Sum of squares of b = 2a at [1, 2, 3], with respect to a and to b."""
     import torch
+    from jax.ad_checkpoint import checkpoint_name
 
     a = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     b = 2 * a
     theirs = torch.autograd.grad((b**2).sum(), [a, b])
 
+    loss = lambda a: (checkpoint_name(2 * a, "b") ** 2).sum()
+    found = fg.capture_grads(loss)(jnp.array([1.0, 2.0, 3.0]))
+
+    # By hand: the program cut in two at b.
     b, pull = jax.vjp(lambda a: 2 * a, jnp.array([1.0, 2.0, 3.0]))
     of_b = jax.grad(lambda b: (b**2).sum())(b)
     (of_a,) = pull(of_b)
 
-    return agree(a=(theirs[0], of_a, [8, 16, 24]), b=(theirs[1], of_b, [4, 8, 12]))
+    return agree(
+        a=(theirs[0], found.grads, of_a, [8, 16, 24]),
+        b=(theirs[1], found.cotangents["b"], of_b, [4, 8, 12]),
+    )
 
 
 @row(

@@ -64,14 +64,55 @@ def integer_leaf():
     return agree(said={"torch": theirs, "here": ours})
 
 
-saved_tensors = Row(
+@row(
     "engine.saved_tensors",
-    "saved tensors",
-    "saved_tensors_hooks(pack, unpack)",
-    "fg.saved_tensors(fun)(x)",
+    concept="saved tensors",
+    torch="saved_tensors_hooks(pack, unpack)",
+    here="fg.saved_tensors(fun)(x)",
     needs=("saved_tensors",),
-    note="Each residual with its bytes, producer, name and source line.",
+    note="Each with its bytes, producer, name and source line; tanh keeps one value more in JAX.",
 )
+def saved_tensors():
+    """Bytes kept by two nets: equal, and where tanh stands by one array more."""
+    import torch
+
+    import funcgrad as fg
+
+    def theirs(fun, *args):
+        sizes = {}
+
+        def pack(t):
+            # One storage is kept once, however many operations keep it.
+            sizes[t.untyped_storage().data_ptr()] = t.numel() * t.element_size()
+            return t
+
+        args = [arg.clone().requires_grad_() for arg in args]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            keep_alive = fun(*args)
+        del keep_alive
+        return sum(sizes.values())
+
+    w, x = torch.randn(3, 4), torch.randn(5, 3)
+    here = [jnp.asarray(t.numpy()) for t in (w, x)]
+
+    # w, x, exp(x w) and the product that multiplies it.
+    products = theirs(lambda w, x: (torch.exp(x @ w) * (x @ w)).sum(), w, x)
+    ours = fg.saved_tensors(lambda w, x: (jnp.exp(x @ w) * (x @ w)).sum())(*here)
+
+    # torch keeps t = tanh(a) and computes 1 - t² in the backward pass; JAX multiplies the
+    # tangent by (1 - t) and then adds t times that: it keeps t and 1 - t.
+    tanh = theirs(lambda w, x: torch.tanh(x @ w).sum(), w, x)
+    more = fg.saved_tensors(lambda w, x: jnp.tanh(x @ w).sum())(*here)
+    kept = jax.eval_shape(
+        lambda *args: jax.vjp(lambda w, x: jnp.tanh(x @ w).sum(), *args)[1], *here
+    )
+    leaves = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+
+    return agree(
+        bytes=(products, ours.bytes, 8 * (12 + 15 + 20 + 20)),
+        one_more=(tanh + 8 * 20, more.bytes, leaves),
+        said={"table": str(ours)},
+    )
 
 
 @row(
@@ -143,14 +184,39 @@ def accumulation():
     return agree(once=(seen[0], grads, [2, 4]), twice=(seen[1], grads + grads, [4, 8]))
 
 
-accumulate = Row(
+@row(
     "engine.accumulate_grads",
-    "accumulation over micro-batches",
-    "for b in micro: loss(b).backward()",
-    "fg.accumulate_grads(fun, microbatch)",
+    concept="accumulation over micro-batches",
+    torch="for b in micro: loss(b).backward()",
+    here="fg.accumulate_grads(fun, microbatch_size)",
     needs=("accumulate_grads",),
-    note="No hidden state: one function of the whole batch.",
+    note="No hidden state: one function of the whole batch; None for frozen leaves.",
 )
+def accumulate():
+    """Micro-batches of one sample; then SGD, which leaves what has no gradient at 0.89."""
+    import torch
+
+    import funcgrad as fg
+
+    data = [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    w, x = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(data)
+    for sample in x:
+        ((sample @ w) ** 2 / len(data)).backward()
+    p = torch.nn.Parameter(torch.tensor(0.89))
+    torch.optim.SGD([p], lr=0.1, momentum=0.9, weight_decay=0.1).step()
+
+    def loss(params, x):
+        return jnp.sum((x @ params["w"] * params["p"] / 0.89) ** 2), x.shape[0]
+
+    params = {"w": jnp.array([1.0, 2.0]), "p": jnp.array(0.89)}
+    grads = fg.accumulate_grads(loss, 1, frozen="p")(params, jnp.array(data)).grads
+    opt = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+    used = {name: grad for name, grad in grads.items() if grad is not None}
+    kept = {name: params[name] for name in used}
+    updates, _ = opt.update(used, opt.init(kept), kept)
+    params = params | optax.apply_updates(kept, updates)
+
+    return agree(grad=(w.grad, grads["w"], [48, 64]), skipped=(p, params["p"], 0.89))
 
 
 @row(
