@@ -32,7 +32,7 @@ class Function:
       and are known when the program is traced.  ``ctx.mark_dirty`` is refused.
     - ``jvp(ctx, *tangents)``, where it is given, is forward mode; otherwise ``backward`` is
       transposed, for which it must be linear in the gradients.  A class with ``jvp`` alone is
-      transposed for reverse mode.
+      transposed for reverse mode, and must be linear in the tangents.
     - ``vmap(info, in_dims, *inputs)``, where it is given, returns the outputs and their axes;
       otherwise the rule is mapped, with ``generate_vmap_rule`` set or not.
 
@@ -42,8 +42,12 @@ class Function:
     with respect to one that ``forward`` closes over is refused.
 
     The methods are run once for each set of shapes, dtypes and static arguments, as by
-    ``jax.jit``.  A checkpoint policy is asked about the operations that made the outputs and
-    the saved values, and about their names; inside ``forward`` nothing else is seen.
+    ``jax.jit``, and again when an attribute of the class, or a name that a method itself refers
+    to, is bound to something else.  A container or object changed in place is not seen: pass
+    what changes as an argument.
+
+    A checkpoint policy is asked about the operations that made the outputs and the saved
+    values, and about their names; inside ``forward`` nothing else is seen.
 
     Example:
       >>> class Exp(fg.Function):
@@ -89,8 +93,8 @@ class Function:
         Raises:
           TypeError: The arguments are not those of ``forward``; an array is set as an attribute
             of ``ctx``; ``ctx.mark_dirty``.  When differentiated: with respect to a value that
-            ``forward`` closes over; forward mode with a ``backward`` that is not linear; twice,
-            if marked ``once_differentiable``.
+            ``forward`` closes over; forward mode with a ``backward`` that is not linear, or
+            reverse mode with a ``jvp`` that is not; twice, if marked ``once_differentiable``.
           ValueError: When differentiated: gradients of another number, tree, shape or dtype than
             the inputs; names the class, the input and both.
           NotImplementedError: When differentiated without ``backward`` and ``jvp``.

@@ -83,7 +83,10 @@ class Context:
         self._kept.non_differentiable = tuple(jax.tree.leaves(outputs))
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Whether ``backward`` is given zeros, or ``None``, for an output that nobody used."""
+        """Whether ``backward`` is given zeros, or ``None``, for an output that nobody used.
+
+        Zeros all the same where it closes over a value that is being transformed.
+        """
         self._kept.materialize = bool(value)
 
     def mark_dirty(self, *inputs: Any) -> None:

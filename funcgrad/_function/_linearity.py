@@ -1,7 +1,7 @@
 """Each mode from the other: is ``backward``, or ``jvp``, linear, and its transpose.
 
-Values are followed as zero, constant, or linear in the cotangent (or the tangent).  An operation that is
-neither linear nor can be transposed is remembered, and refused when a gradient needs it.
+Values are followed as zero, constant, or linear in the cotangent (or the tangent).  An operation
+that is neither linear nor can be transposed is remembered, and refused when a result needs it.
 """
 
 import dataclasses
