@@ -122,7 +122,7 @@ def assert_same(found, expected, ran):
     assert not by_name
 
 
-@settings(max_examples=max(6, PROGRAMS // 10))
+@settings(max_examples=max(3, PROGRAMS // 20))
 @given(programs(max_size=3), st.integers(0, 99))
 def test_values_and_cotangents_are_those_of_zeros_added_in_a_slow_loop(program: Program, seed):
     with jax.enable_x64(True):
@@ -320,7 +320,7 @@ def test_arguments_are_those_of_the_function():
         fg.capture_grads(fun, argnums=2)(1.0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64", "complex64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "complex64"])
 def test_dtypes_stay(dtype, x64):
     fun = lambda x: jnp.abs(checkpoint_name(jnp.sin(x), "h")).sum().astype(jnp.float32)
     found = jax.jit(fg.capture_grads(fun))(jnp.ones((2, 3), dtype))

@@ -147,17 +147,12 @@ def test_the_hook_itself_is_differentiated():
 
 
 WRAPS = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
     "jit-checkpoint-jit": lambda f: jax.jit(jax.checkpoint(jax.jit(f))),
-    "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, length=3)[0],
     "scan-checkpoint": lambda f: (
         lambda x: lax.scan(jax.checkpoint(lambda c, _: (f(c), c.sum())), x, length=3)[0]
     ),
-    "fori": lambda f: lambda x: lax.fori_loop(0, 2, lambda _, c: f(c), x),
     "cond": lambda f: lambda x: lax.cond(x.sum() > 0, f, jnp.cos, x),
-    "vmap": lambda f: lambda x: jax.vmap(f)(x),
-    "vmap-scan": lambda f: jax.vmap(lambda x: lax.scan(lambda c, _: (f(c), None), x, length=2)[0]),
+    "vmap-fori": lambda f: jax.vmap(lambda x: lax.fori_loop(0, 2, lambda _, c: f(c), x)),
     "grad": lambda f: jax.grad(lambda x: f(x).sum()),
     "custom_vjp": lambda f: _in_custom_vjp(f),
 }
@@ -210,7 +205,7 @@ def _is_float(aval):
     return jnp.issubdtype(aval.dtype, jnp.floating)
 
 
-@settings(max_examples=max(5, PROGRAMS // 10))
+@settings(max_examples=max(3, PROGRAMS // 20))
 @given(programs(max_size=4), st.integers(0, 99))
 def test_hooks_anywhere_in_a_program_change_what_they_say(program: Program, seed):
     with jax.enable_x64(True):
@@ -387,7 +382,8 @@ def test_buckets_are_reduced_inside_the_backward_pass_where_each_is_born():
     sharded = jax.shard_map(
         local, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P(), check_vma=False
     )
-    grads = jax.jit(sharded)(params, x)
+    compiled = jax.jit(sharded).lower(params, x).compile()
+    grads = compiled(params, x)
     for name, expected in jax.grad(buckets_net)(params, x).items():
         np.testing.assert_allclose(grads[name], expected, rtol=1e-5)
 
@@ -397,8 +393,7 @@ def test_buckets_are_reduced_inside_the_backward_pass_where_each_is_born():
     assert reductions[2] == reductions[1] + 1
     # Between the buckets the backward pass of the first layer goes on.
     assert "dot_general" in order[reductions[0] : reductions[1]]
-    hlo = jax.jit(sharded).lower(params, x).compile().as_text()
-    assert hlo.count("all-reduce(") <= 2
+    assert compiled.as_text().count("all-reduce(") <= 2
 
 
 def test_under_vma_types_a_reduction_that_jax_makes_already_is_refused():
@@ -485,10 +480,9 @@ def test_per_sample_gradients_take_each_sample_back_alone():
     bound = float(jnp.median(norms))
     expected = jax.tree.map(lambda g: jnp.tensordot(jnp.minimum(1, bound / norms), g, 1), rows)
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    for road in ("auto", "gram"):
-        clipped = jax.jit(fg.clipped_grad(loss, max_norm=bound, road=road))(params, xs)
-        jax.tree.map(same, clipped.grads, expected)
-        same(clipped.norms, norms)
+    clipped = jax.jit(fg.clipped_grad(loss, max_norm=bound, road="gram"))(params, xs)
+    jax.tree.map(same, clipped.grads, expected)
+    same(clipped.norms, norms)
 
 
 @pytest.mark.parametrize("kind", SQUARES)

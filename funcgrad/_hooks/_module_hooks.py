@@ -47,7 +47,8 @@ def module_hooks(
     what is not a floating array; keyword arguments have no hooks.  Where no input is
     differentiated, as in a first layer, ``backward`` is called with ``None`` for each of them.
 
-    Hooks are traced, perhaps more than once: print and log with ``jax.debug.callback``.
+    Hooks are traced, perhaps more than once: print and log with ``jax.debug.callback``.  With
+    ``backward``, the modules are traced as well: what they branch on in Python is no value.
     Modules inside ``scan``, ``remat``, ``vmap`` and ``jit`` are hooked there, once an
     iteration; a module that is itself lifted (``nn.scan(Layer)``) is hooked as one call.
 

@@ -85,11 +85,12 @@ def on_copies(
     """``fun(*args, **kwargs)`` as a function of nothing that can be traced anywhere.
 
     NNX refuses objects of another trace: ``fun``, where it is one or a method of one, and those
-    among its arguments are copied inside.  The second function takes what the first returns, writes the
-    state that has changed back, and gives what ``fun`` returned.
+    among its arguments are copied inside.  The second function takes what the first returns,
+    writes the state that has changed back, and gives what ``fun`` returned.
     """
     has_state = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
-    owner, method = (fun, None) if has_state(fun) else (getattr(fun, "__self__", None), fun)
+    owner = fun if has_state(fun) else getattr(fun, "__self__", None)
+    method: Any = type(fun).__call__ if has_state(fun) else getattr(fun, "__func__", None)
     held = (owner if has_state(owner) else None, args, kwargs)
     modules = [x for x in jax.tree.leaves(held, is_leaf=has_state) if has_state(x)]
     if not modules:
@@ -101,9 +102,7 @@ def on_copies(
         rest = iter(copies)
         put = lambda x: next(rest) if has_state(x) else x
         model, new_args, new_kwargs = jax.tree.map(put, held, is_leaf=has_state)
-        run = fun
-        if model is not None:
-            run = model if method is None else functools.partial(method.__func__, model)
+        run = fun if model is None else functools.partial(method, model)
         return run(*new_args, **new_kwargs), nnx.state(copies)
 
     def written_back(found: Any) -> Any:

@@ -69,9 +69,9 @@ def pass_through(
 ) -> list[Any]:
     """``values``, whose cotangents go through ``backward``: to values', then to slots'.
 
-    Values and slots are floating arrays.  ``None`` changes nothing.  ``backward`` is traced here, once, and may close
-    over tracers.  ``without_slots`` takes its place where no slot is differentiated, and
-    gives the values' cotangents alone; if it raises, then only there.
+    Values and slots are floating arrays.  ``backward`` is traced here, once, and may close over
+    tracers; ``None`` changes nothing.  ``without_slots`` takes its place where no slot is
+    differentiated, and gives the values' cotangents alone; if it raises, then only there.
     """
     values = [jnp.asarray(value) for value in values]
     consts: list[Any] = []
