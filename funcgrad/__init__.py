@@ -16,7 +16,6 @@ Proof against PyTorch: ``python -m funcgrad parity``, and ``funcgrad.parity``.
 
 # Communication
 from funcgrad import collectives as collectives
-from funcgrad._matches_unsharded import assert_matches_unsharded as assert_matches_unsharded
 
 # Checkpointing
 from funcgrad import packs as packs
@@ -46,6 +45,7 @@ from funcgrad._hooks import grad_hook as grad_hook
 from funcgrad._hooks import grad_hooks as grad_hooks
 from funcgrad._hooks import module_hooks as module_hooks
 from funcgrad._hooks import name_outputs as name_outputs
+from funcgrad._matches_unsharded import assert_matches_unsharded as assert_matches_unsharded
 
 # Per-sample gradients
 from funcgrad._per_sample import ClippedGrad as ClippedGrad

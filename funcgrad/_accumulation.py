@@ -10,7 +10,7 @@ from jax import lax
 
 from funcgrad import _jaxpr
 from funcgrad._compat import make_varying, manual_axes, open_jaxpr, varying_axes
-from funcgrad._microbatches import CALL, Arguments, Batch
+from funcgrad._microbatches import CALL, Arguments, Batch, is_integer
 from funcgrad._trees import LeafSpec, is_float
 
 
@@ -24,7 +24,11 @@ class Accumulated(NamedTuple):
     weight: Any
     """The sum of the weights."""
     aux: Any
-    """The third output of ``fun``, stacked over micro-batches; ``None`` without ``has_aux``."""
+    """The third output of ``fun``, stacked over micro-batches; ``None`` without ``has_aux``.
+
+    Rows for each sample are in the order of the ``n`` samples, without what a rest was filled up
+    with, as ``jnp.swapaxes(aux, 0, 1).reshape(-1, *aux.shape[2:])[:n]``.
+    """
 
 
 def accumulate_grads(
@@ -55,7 +59,8 @@ def accumulate_grads(
                                     micro-batch (one for each dtype, and for each set of
                                     axes where parameters are sharded too)
     a batch sharded under ``jit``   each device has its part of each micro-batch; XLA
-                                    reduces as often as there are micro-batches
+                                    reduces as often as there are micro-batches; on an
+                                    explicit mesh a rest that is filled up is not sharded
     ==============================  ======================================================
 
     Args:
@@ -92,17 +97,19 @@ def accumulate_grads(
     References:
       Ott et al., "Scaling neural machine translation", 2018.
     """
-    if microbatch_size < 1:
+    if not is_integer(microbatch_size) or microbatch_size < 1:
         raise ValueError(
-            f"{CALL}: microbatch_size is a positive number of samples; got {microbatch_size}. "
+            f"{CALL}: microbatch_size is a positive number of samples; got {microbatch_size!r}. "
             "Pass the size of the batch for a single micro-batch."
         )
 
     def run(*args: Any, mask: Any = None) -> Accumulated:
         split = Arguments.of(args, argnums, frozen)
         batch = Batch.of(split.batch, in_axes, microbatch_size, mask)
-        axes = varying_axes((batch.mapped, batch.shared, batch.mask))
+        axes = varying_axes((batch.mapped, batch.keys, batch.shared, batch.mask))
         _check_types_tell()
+
+        dtypes = []
 
         def step(sums: Any, i: Any) -> tuple[Any, Any]:
             micro, counts = batch.micro(i)
@@ -115,6 +122,7 @@ def accumulate_grads(
 
             _check_weights(fun, split, train, micro, axes, has_aux)
             (loss, (weight, aux)), grads = jax.value_and_grad(total, has_aux=True)(train)
+            dtypes[:] = [loss.dtype, weight.dtype]
             if counts is not None:
                 # Where no sample counts, the gradient is that of a sample that may be bad.
                 grads = [jnp.where(counts.any(), g, 0) for g in grads]
@@ -123,12 +131,14 @@ def accumulate_grads(
 
         # As values of each device, so that nothing is reduced on the way back of a step.
         train = make_varying(split.train, axes)
-        zeros = [jnp.zeros((), _wide(jnp.float32))] * 2 + [_zeros(leaf) for leaf in train]
+        # The widest float there is, since the dtype of the losses is not known yet.
+        zeros = [jnp.zeros((), float)] * 2 + [_zeros(leaf) for leaf in train]
         own = [axes, axes, *(varying_axes(leaf) | axes for leaf in train)]
         zeros = [make_varying(zero, varying) for zero, varying in zip(zeros, own, strict=True)]
         sums, aux = lax.scan(step, zeros, jnp.arange(batch.n_micro))
 
         over = [axes, axes, *(axes - varying_axes(leaf) for leaf in split.train)]
+        sums = [sums[0].astype(dtypes[0]), sums[1].astype(dtypes[1]), *sums[2:]]
         loss, weight, *grads = _reduce(sums, over)
         some = weight != 0
         mean = lambda x: jnp.where(some, x / jnp.where(some, weight, 1).astype(x.dtype), 0)
@@ -149,7 +159,7 @@ def _zeros(leaf: Any) -> Any:
 def _sum(x: Any, counts: Any) -> Any:
     x = jnp.asarray(x)
     if not is_float(x):
-        x = x.astype(jnp.float32)
+        x = x.astype(float)
     x = x.astype(_wide(x.dtype))
     if counts is not None:
         x = jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
@@ -181,6 +191,11 @@ def _check_outputs(
             f"{CALL}: losses are real and floating; got {jnp.result_type(losses)}. "
             "Return a loss that has a gradient."
         )
+    if jnp.issubdtype(jnp.result_type(weights), jnp.complexfloating):
+        raise TypeError(
+            f"{CALL}: weights are real; got {jnp.result_type(weights)}. Return how many tokens or "
+            "samples each loss stands for."
+        )
     if counts is not None and (not shape or shape[0] != size):
         why = "a mask" if batch.n_last == size else f"a rest of {batch.n_last} samples"
         raise ValueError(
@@ -193,7 +208,8 @@ def _check_outputs(
     if axes - found:
         raise ValueError(
             f"{CALL}: {own}; got losses reduced over {', '.join(sorted(axes - found))}. "
-            "Leave that reduction out: it is done once, at the end."
+            "Leave that reduction out: it is done once, at the end. Where the axis splits features "
+            "and not samples, pass them whole and take the device's part inside fun."
         )
     if found - axes:
         raise ValueError(
@@ -207,18 +223,23 @@ def _check_weights(
 ) -> None:
     """Raise where weights move with the parameters, or are reduced over devices."""
     types = []
+    leaves, tree = jax.tree.flatten(micro)
+    # What is no array, such as a flag that all share, stays what it is.
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
 
-    def weights(leaves: list[Any], micro: Any) -> Any:
-        out = _parts(fun(*split.join(leaves, micro)), has_aux)[1]
+    def weights(params: list[Any], arrays: list[Any]) -> Any:
+        new = iter(arrays)
+        fill = [next(new) if isinstance(x, jax.Array | np.ndarray) else x for x in leaves]
+        out = _parts(fun(*split.join(params, jax.tree.unflatten(tree, fill))), has_aux)[1]
         types.append(varying_axes(out))
         return _sum(out, None)
 
-    jaxpr, _ = open_jaxpr(_jaxpr.trace(weights, train, micro).jaxpr)
+    jaxpr, _ = open_jaxpr(_jaxpr.trace(weights, train, arrays).jaxpr)
     varying = types[0]
     marks = [i < len(train) for i in range(len(jaxpr.invars))]
     if any(_jaxpr.follow(jaxpr, marks)):
         # That may be through integers: it is the derivative that must not be there.
-        back = lambda dot, leaves: jax.vjp(lambda x: weights(x, micro), leaves)[1](dot)
+        back = lambda dot, params: jax.vjp(lambda x: weights(x, arrays), params)[1](dot)
         dot = make_varying(jnp.zeros(()), varying)
         jaxpr_back, _ = open_jaxpr(_jaxpr.trace(back, dot, train).jaxpr)
         if any(_jaxpr.follow(jaxpr_back, [True] + [False] * len(train))):

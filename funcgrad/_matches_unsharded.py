@@ -16,13 +16,14 @@ from funcgrad._compat import make_varying, varying_axes
 from funcgrad._trees import broadcast_prefix, is_float, is_key, keystr
 
 CALL = "assert_matches_unsharded"
+_SAME = P()
 
 
 def assert_matches_unsharded(
     fun: Callable[..., Any],
     mesh: Mesh,
     in_specs: Sequence[Any],
-    out_specs: Any = P(),
+    out_specs: Any = _SAME,
     *,
     argnums: int | Sequence[int] | None = None,
     check_vma: bool = True,
@@ -72,7 +73,7 @@ def assert_matches_unsharded(
       >>> fg.assert_matches_unsharded(loss, mesh, specs, check_vma=False)(w, x)
       Traceback (most recent call last):
       ...
-      AssertionError: assert_matches_unsharded: 2 of 3 leaves are off ...
+      AssertionError: assert_matches_unsharded: 2 of 3 leaves are off...
     """
 
     def check(*args: Any) -> None:
@@ -83,16 +84,19 @@ def assert_matches_unsharded(
             )
         on_host = tuple(jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), args))
         numbers = _argnums(argnums, on_host)
-        grid = _auto(mesh.devices, mesh)
-        first = jax.local_devices(process_index=jax.process_index())[0]
-        single = _auto(np.array([first]).reshape([1] * mesh.devices.ndim), mesh)
         specs = tuple(in_specs), out_specs
-        mapped = jax.shard_map(
-            fun, mesh=single, in_specs=specs[0], out_specs=out_specs, check_vma=check_vma
-        )
-        whole = unsharded or mapped
-        weights = _weights(jax.eval_shape(jax.jit(whole), *on_host))
-        expected = jax.jit(_with_grads(whole, numbers))(weights, *on_host)
+        grid = _auto(mesh.devices, mesh)
+        if unsharded is None:
+            first = np.array(jax.local_devices()[:1]).reshape([1] * mesh.devices.ndim)
+            single = _auto(first, mesh)
+            shapes = jax.eval_shape(_stacked(fun, single, specs[0], check_vma), *on_host)
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+            weights = _weights(shapes)
+            whole = _on_each_device(fun, numbers, single, specs, check_vma, weights, on_host)
+            expected = jax.tree.map(lambda x: x[0], whole)
+        else:
+            weights = _weights(jax.eval_shape(jax.jit(unsharded), *on_host))
+            expected = jax.jit(_with_grads(unsharded, numbers))(weights, *on_host)
         got = _on_each_device(fun, numbers, grid, specs, check_vma, weights, on_host)
         leaves = _leaves(expected, got, (out_specs, [in_specs[i] for i in numbers]), numbers)
         noise = _noise(leaves)
@@ -171,6 +175,11 @@ def _with_grads(fun: Callable[..., Any], numbers: list[int]) -> Callable[..., An
 def _of_kind(weight: Any, value: Any) -> Any:
     """The cotangent as the type of ``value`` wants it."""
     weight = jnp.asarray(weight)
+    if weight.shape != value.shape:
+        raise AssertionError(
+            f"{CALL}: a device's result is a part, by out_specs, of the result on one device; got "
+            f"shape {list(value.shape)}, where the part has {list(weight.shape)}."
+        )
     more = tuple(sorted(varying_axes(weight) - varying_axes(value)))
     weight = lax.psum(weight, more) if more else weight
     return make_varying(weight, varying_axes(value))
@@ -181,24 +190,29 @@ def _on_each_device(
 ) -> Any:
     """Outputs and gradients with the devices, in the order of the mesh, as their first axis."""
     in_specs, out_specs = specs
-    every = frozenset(mesh.axis_names)
-
-    def local(*args: Any) -> Any:
-        own = _with_grads(fun, numbers)(*args)
-        return jax.tree.map(lambda x: (make_varying(x, every) if check_vma else x)[None], own)
-
-    out_shapes = broadcast_prefix(out_specs, weights, CALL)
-    weight_specs = jax.tree.unflatten(jax.tree.structure(weights), map(_spec, out_shapes))
-    specs = (weight_specs, *in_specs)
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=check_vma
+    weight_specs = jax.tree.unflatten(
+        jax.tree.structure(weights), map(_spec, broadcast_prefix(out_specs, weights, CALL))
     )
-    full = (weights, *args)
+    specs, full = (weight_specs, *in_specs), (weights, *args)
     flat, tree = jax.tree.flatten(full)
     placed = map(_place, flat, broadcast_prefix(specs, full, CALL), [mesh] * len(flat))
+    mapped = _stacked(_with_grads(fun, numbers), mesh, specs, check_vma)
     # Each process sees the values of all.
     run = jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
     return run(*jax.tree.unflatten(tree, placed))
+
+
+def _stacked(fun: Any, mesh: Mesh, in_specs: Any, check_vma: bool) -> Any:
+    """``fun`` on each device, its results one behind the other whatever varies over what."""
+    every = frozenset(mesh.axis_names)
+
+    def local(*args: Any) -> Any:
+        own = jax.tree.map(jnp.asarray, fun(*args))
+        return jax.tree.map(lambda x: (make_varying(x, every) if check_vma else x)[None], own)
+
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=in_specs, out_specs=P(mesh.axis_names), check_vma=check_vma
+    )
 
 
 def _spec(spec: Any) -> P:
@@ -207,6 +221,13 @@ def _spec(spec: Any) -> P:
 
 def _place(x: Any, spec: Any, mesh: Mesh) -> Any:
     sharding = NamedSharding(mesh, _spec(spec))
+    for entry, side in zip(_spec(spec), x.shape, strict=False):
+        parts = int(np.prod([mesh.shape[axis] for axis in _axes_of(P(entry))]))
+        if side % parts:
+            raise ValueError(
+                f"{CALL}: a spec divides what it is of; got {spec} for an argument, or a result "
+                f"on one device, of shape {list(x.shape)}, and {parts} devices."
+            )
     if is_key(x):
         return jax.device_put(x, sharding)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
@@ -234,9 +255,9 @@ class _Leaf:
         if not is_float(self.whole):
             same = np.array_equal(parts, self.got)
             return None if same else f"{self.name} differs in {np.sum(parts != self.got)} entries."
-        rtol = rtol or float(jnp.finfo(self.whole.dtype).eps) ** 0.6
+        allowed = rtol if rtol is not None else float(jnp.finfo(self.whole.dtype).eps) ** 0.6
         should, have = _wide(parts), _wide(self.got)
-        allowed = rtol * np.linalg.norm(_wide(self.whole)) + noise
+        allowed = allowed * np.linalg.norm(_wide(self.whole)) + noise
         near = lambda a, b: bool(_norms(a - b).max(initial=0.0) <= allowed)
         if near(should, have):
             return None
@@ -269,9 +290,10 @@ def _factor(factor: Any, axes: list[str], sizes: Any, is_grad: bool, check_vma: 
     """Words for a leaf that is ``factor`` times what it should be on all devices."""
     if abs(factor) < 1e-3:
         return "is zero. Look for stop_gradient, or a sum of what cancels."
-    for some in _subsets(axes):
-        n = int(np.prod([sizes[axis] for axis in some]))
-        along = f"the number of devices along {_list(some)}"
+    counts = {some: int(np.prod([sizes[axis] for axis in some])) for some in _subsets(axes)}
+    for n in counts.values():
+        among = [_list(some) for some, count in counts.items() if count == n]
+        along = f"the number of devices along {' or '.join(among)}"
         if abs(factor / n - 1) < 1e-2:
             return f"is {n} times what it should be, {along}. " + (
                 "The transpose of psum is psum under check_vma=False: use collectives.reduce for "
@@ -341,7 +363,7 @@ def _leaves(expected: Any, got: Any, specs: Any, numbers: list[int]) -> list[_Le
 def _noise(leaves: list[_Leaf]) -> float:
     """What rounding may leave in a leaf that is zero: a few units of the largest."""
     floats = [leaf.whole for leaf in leaves if is_float(leaf.whole)]
-    units = [float(jnp.finfo(x.dtype).eps) * np.linalg.norm(_wide(x)) for x in floats]
+    units = [float(jnp.finfo(x.dtype).eps) * float(np.linalg.norm(_wide(x))) for x in floats]
     return 4 * max(units, default=0.0)
 
 

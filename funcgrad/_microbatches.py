@@ -5,12 +5,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from funcgrad._compat import reshape_rows
+from funcgrad._compat import gathered, reshape_rows
 from funcgrad._trees import LeafSpec, broadcast_prefix, choose_leaves, is_float, is_key, keystr
 
 CALL = "accumulate_grads"
+
+
+def is_integer(x: Any) -> bool:
+    """Whether ``x`` is an integer known while tracing, and no boolean."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def _traceable(leaf: Any) -> Any:
+    """A NumPy array, which a traced index could not look up, as JAX's; all else as it is."""
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +39,20 @@ class Arguments:
     @staticmethod
     def of(args: tuple[Any, ...], argnums: Any, frozen: LeafSpec) -> "Arguments":
         """Take ``args`` apart."""
-        is_single = isinstance(argnums, int)
+        is_single = is_integer(argnums)
         given = (argnums,) if is_single else tuple(argnums)
         for i in given:
-            if not -len(args) <= i < len(args):
+            if not is_integer(i) or not -len(args) <= i < len(args):
                 raise ValueError(
                     f"{CALL}: argnums are positions of arguments; got {i} for {len(args)} "
                     "arguments. Pass params and batch by position."
                 )
         where = tuple(i % len(args) for i in given)
+        if not where or len(set(where)) < len(where):
+            raise ValueError(
+                f"{CALL}: argnums name each argument to differentiate once; got {argnums}. "
+                "Pass one position or several different ones."
+            )
         params = args[where[0]] if is_single else tuple(args[i] for i in where)
         named, tree = jax.tree_util.tree_flatten_with_path(params)
         is_train = [not out for out in choose_leaves(frozen, params, CALL)]
@@ -49,7 +65,7 @@ class Arguments:
         pairs = [(leaf, train) for (_, leaf), train in zip(named, is_train, strict=True)]
         return Arguments(
             [jnp.asarray(leaf) for leaf, train in pairs if train],
-            [leaf for leaf, train in pairs if not train],
+            [_traceable(leaf) for leaf, train in pairs if not train],
             is_train,
             tree,
             where,
@@ -91,17 +107,19 @@ class Batch:
     def of(args: tuple[Any, ...], in_axes: Any, size: int, mask: Any) -> "Batch":
         """Cut ``args`` into micro-batches of ``size``, filled up where it does not divide."""
         named, tree = jax.tree_util.tree_flatten_with_path(args)
+        in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
         axes = broadcast_prefix(in_axes, args, f"{CALL}: in_axes")
+        mask = np.asarray(mask) if isinstance(mask, list | tuple) else mask
         mapped, keys, shared, kinds, sizes = [], [], [], [], {}
         for (path, leaf), axis in zip(named, axes, strict=True):
             name, shape = f"batch{keystr(path)}", jnp.shape(leaf)
             if axis is None:
                 kinds.append("shared")
-                shared.append(leaf)
+                shared.append(_traceable(leaf))
             elif is_key(leaf) and not shape:
                 kinds.append("key")
                 keys.append(leaf)
-            elif not -len(shape) <= axis < len(shape):
+            elif not is_integer(axis) or not -len(shape) <= axis < len(shape):
                 raise ValueError(
                     f"{CALL}: every batch argument has a sample axis; got {name} with shape "
                     f"{shape} and in_axes {axis}. Pass in_axes=None for what all share."
@@ -128,8 +146,8 @@ class Batch:
         if extra:
             # Copies of a sample, not zeros, at which a loss need not be finite.
             fill = lambda x: jnp.concatenate([x, jnp.broadcast_to(x[:1], (extra, *x.shape[1:]))])
-            mapped = [fill(x) for x in mapped]
-            mask = jnp.ones(n, bool) if mask is None else jnp.asarray(mask)
+            mapped = [fill(x) for x in gathered(mapped)]
+            mask = jnp.ones(n, bool) if mask is None else gathered(jnp.asarray(mask))
             mask = jnp.concatenate([mask, jnp.zeros(extra, bool)])
         keys = [jax.random.split(key, n_micro) for key in keys]
         # A micro-batch takes every n-th sample: where the samples are spread over devices,
@@ -149,7 +167,8 @@ class Batch:
             # A sample that does not count may hold anything: zero times its NaN would be NaN.
             stand_in = jnp.argmax(counts)
             mapped = [
-                jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, x[stand_in]) for x in mapped
+                jnp.where(counts.reshape(-1, *[1] * (x.ndim - 1)), x, gathered(x)[stand_in])
+                for x in mapped
             ]
         leaves = {
             "mapped": iter(mapped),

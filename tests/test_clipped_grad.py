@@ -7,10 +7,12 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
+from test_per_sample import quick_jit
 from test_per_sample_grads import assert_close, dropout, make_net, net
 
 
@@ -462,3 +464,25 @@ def test_two_passes_keep_what_checkpointing_saves():
     one = temporaries(lambda *a: fg.clipped_grad(loss, max_norm=1.0, road="gram")(*a).grads)
     assert two <= 1.7 * plain  # the loops of the two passes do not share their stacks
     assert one > 3 * two
+
+
+@pytest.mark.parametrize("road", ["auto", "materialize", "two_pass"])
+@pytest.mark.parametrize("used", ["as it is", "computed"])
+def test_a_nan_stays_in_its_sample_where_convolutions_have_groups(road, used):
+    # Mapped over samples, the compiler widens such a convolution's transpose by zeros: jax.vmap
+    # of jax.grad gives a NaN for every sample.
+    def loss(k, x):
+        k = jnp.tanh(k) if used == "computed" else k
+        numbers = ("NWC", "WIO", "NWC")
+        y = lax.conv_general_dilated(
+            x[None], k, (1,), "SAME", dimension_numbers=numbers, feature_group_count=2
+        )
+        return jnp.sum(jnp.square(y))
+
+    k, x = jnp.ones((3, 1, 4)), jnp.ones((4, 5, 2))
+    run = quick_jit(fg.clipped_grad(loss, max_norm=1.0, road=road))
+    out = run(k, x.at[0].set(jnp.nan))
+    assert int(out.nonfinite) == 1
+    expected = run(k, x, mask=jnp.arange(4) > 0)
+    np.testing.assert_allclose(out.grads, expected.grads, rtol=1e-5)
+    np.testing.assert_allclose(out.norms[1:], expected.norms[1:], rtol=1e-5)

@@ -165,6 +165,8 @@ def test_value_gradient_tangent_and_second_order_are_those_of_the_whole(case, ch
 @VMA
 @each_case
 def test_under_vmap_scan_checkpoint_and_jit_together(case, check_vma):
+    if not DEEP and case.name in ("all_gather", "reduce_scatter", "all_to_all"):
+        pytest.skip("of the four that are JAX's own, one is enough here")
     local, whole = losses(case, nested)
     x, spec = inputs(case, 2, 2), spec_of(case)
 
@@ -262,7 +264,7 @@ def run_stacked(steps, x, weights):
 
 
 @VMA
-@settings(max_examples=100 if DEEP else 6)
+@settings(max_examples=100 if DEEP else 3)
 @given(steps=chains())
 def test_random_chains_over_two_axes(check_vma, steps):
     x, weights = random(2, 2), {"a": random(2, 6, seed=1), "b": random(2, 6, seed=2)}
@@ -399,8 +401,11 @@ def test_under_types_the_wrong_kind_of_value_is_refused(case):
         jax.eval_shape(shard(wrong, spec, P("tp")), jnp.ones((4, 4)))
 
 
+LIFTS = ["plain", "jit", "checkpoint", "vmap"]
+
+
 @pytest.mark.parametrize("name", ["copy", "reduce", "split", "gather"])
-@pytest.mark.parametrize("lift", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap], ids=str)
+@pytest.mark.parametrize("lift", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap], ids=LIFTS)
 def test_without_types_a_gradient_around_is_refused(name, lift):
     case = next(case for case in CASES if case.name == name)
 

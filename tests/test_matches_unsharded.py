@@ -20,7 +20,7 @@ def make_mesh(shape=(4,), names=("data",), kind=AxisType.Auto):
 
 
 W, X = jnp.array([0.3, -0.2, 0.5]), jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)))
-SPECS = (P(), P("data"))
+SPECS, ALL = (P(), P("data")), P()
 
 
 def local_loss(w, x):
@@ -36,7 +36,7 @@ def by_hand(w, x):
     return co.reduce(local_loss(w, x), "data") / lax.axis_size("data")
 
 
-def words(fun, *args, mesh=None, specs=SPECS, out=P(), **options):
+def words(fun, *args, mesh=None, specs=SPECS, out=ALL, **options):
     with pytest.raises(AssertionError) as error:
         fg.assert_matches_unsharded(fun, mesh or make_mesh(), specs, out, **options)(*args)
     return str(error.value)
@@ -115,7 +115,8 @@ def test_other_factors_zero_and_no_factor():
 
 def test_layers_trees_two_axes_and_parts_of_every_leaf():
     mesh = make_mesh((2, 2), ("data", "tp"))
-    params = {"a": jnp.ones((3, 4)) / 3, "b": jnp.ones((4, 3)), "n": jnp.arange(3)}
+    a, b = np.random.default_rng(1).normal(size=(2, 3, 4))
+    params = {"a": jnp.asarray(a), "b": jnp.asarray(b.T), "n": jnp.arange(3)}
     specs = ({"a": P(None, "tp"), "b": P("tp"), "n": P()}, P("data"))
 
     def layer(params, x, again=False):
@@ -169,5 +170,8 @@ def test_misuse():
         ValueError, match="on one device all is finite; got an infinity or a NaN in"
     ):
         check(SPECS)(W.at[0].set(jnp.nan), X)
-    shape = words(lambda w, x: x[:1], W, X, out=P("data"))
-    assert "has shape [1, 3] on a device; a part of [1, 3]" in shape or "shape" in shape
+    with pytest.raises(ValueError, match=r"a spec divides what it is of; .* of shape \[1, 3\]"):
+        fg.assert_matches_unsharded(lambda w, x: x[:1], make_mesh(), SPECS, P("data"))(W, X)
+    assert "got shape [2, 3], where the part has [1, 3]" in words(
+        lambda w, x: x[:4], W, X, out=P("data")
+    )

@@ -92,6 +92,22 @@ def test_a_small_filter_is_formed_on_the_way_back(x64, numbers, groups):
     assert "smaller than its factors" in road.why
 
 
+def test_a_small_filter_of_low_precision_has_its_gradient_in_float32():
+    def loss(p, x):
+        y = lax.conv_general_dilated(
+            x[None].astype(jnp.bfloat16), p.astype(jnp.bfloat16), (1,), "SAME",
+            dimension_numbers=("NWC", "WIO", "NWC"),
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    rng = np.random.default_rng(0)
+    args = jnp.float32(rng.normal(size=(3, 2, 8))), jnp.float32(rng.normal(size=(3, 20, 2)))
+    formed, direct = (fg.per_sample(loss, road=road)(*args) for road in ("auto", "direct"))
+    assert formed.explain()[0].road == "value"
+    np.testing.assert_allclose(formed.norms(), direct.norms(), rtol=1e-6)
+    np.testing.assert_allclose(formed.sum(), direct.sum(), rtol=1e-5, atol=1e-5)
+
+
 def check_sums(loss, params, xs, *, road):
     """Norms and a weighted sum, one weight 0, against the gradients of a loop."""
     samples = fg.per_sample(loss, road=road)(params, xs)

@@ -85,7 +85,7 @@ def test_by_what_all_samples_share_it_is_right_for_every_method(x64, road):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9, err_msg=name)
 
 
-@settings(max_examples=PROGRAMS // 4 if DEEP else 4)
+@settings(max_examples=PROGRAMS // 4 if DEEP else 2)
 @given(program=programs(max_size=4))
 def test_generated_programs_by_a_scale_of_their_parameters(program: Program):
     with jax.enable_x64(True):

@@ -79,6 +79,16 @@ def test_tables_of_every_arrangement(x64, loss, monkeypatch):
     assert_equal(clipped(loss, 3)(*args).grads, whole.grads, 1e-10)
 
 
+def test_a_table_that_is_read_in_a_wider_type_is_added_in_its_own(x64):
+    params, ids, x = inputs(copies=40)
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    loss = lambda p, t, x: looked_up(jax.tree.map(lambda q: q.astype(jnp.float64), p), t, x)
+    whole = clipped(loss, None)(params, ids, x)
+    ours = clipped(loss, 3)(params, ids, x)
+    assert ours.grads["e"].dtype == jnp.float32
+    assert_equal(ours.grads, whole.grads, 1e-6)
+
+
 def test_no_pass_over_the_table_is_made_for_a_chunk():
     def makers(jaxpr, inside):
         """What gives whole tables in a scan, but where gradients are formed to look for trouble."""

@@ -1,5 +1,7 @@
 """Random projections of per-sample gradients: one matrix, whatever road they are made by."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,10 +147,16 @@ CASES = {
 }
 
 
+@functools.cache
+def rows_of(case):
+    """The gradients of a case, flat, from the loop; for all tests of it."""
+    return flatten(loop(*CASES[case]()))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_projection_is_one_matrix_times_the_gradient(x64, case, both_ways):
     loss, params, batch = CASES[case]()
-    expected = flatten(loop(loss, params, batch)) @ matrix(params)
+    expected = rows_of(case) @ matrix(params)
     scale = np.max(np.abs(expected))
     assert scale > 1e-3
 
@@ -164,7 +172,7 @@ def test_products_between_gradients_are_those_of_the_gradients(x64, case, monkey
     from funcgrad._per_sample import _products
 
     loss, params, batch = CASES[case]()
-    rows = flatten(loop(loss, params, batch))
+    rows = rows_of(case)
     exact = rows @ rows.T, rows @ rows[::-1][:2].T
 
     def run(params, batch):
@@ -177,6 +185,32 @@ def test_products_between_gradients_are_those_of_the_gradients(x64, case, monkey
         monkeypatch.setattr(_products, "_BYTES", 1)  # one sample at a time
     for got, expected in zip(quick_jit(run)(params, batch), exact, strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12 * np.max(np.abs(exact[0])))
+
+
+@pytest.mark.parametrize("road", ["gram", "direct"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda p, x: bumpy(jnp.tanh(x @ p)),
+        lambda p, x: bumpy(jnp.tanh(x @ p.T)),
+        lambda p, x: bumpy(jnp.tanh(x @ (3 * p))),
+        lambda p, x: bumpy(jnp.tanh(x @ p)) + bumpy(p[1]),
+    ],
+    ids=["longer", "turned", "scaled", "used otherwise too"],
+)
+def test_products_with_gradients_of_another_loss_or_length(x64, road, other):
+    loss = lambda p, x: bumpy(jnp.tanh(x @ p))
+    p, batch, others = draw(0, 4, 4), draw(1, 3, 1, 4), draw(2, 2, 3, 4)
+    others = others if other(p, others[0]) == loss(p, others[0]) else others[:, :1]
+
+    def run(p, x, y):
+        mine, theirs = (fg.per_sample(f, road=road)(p, z) for f, z in ((loss, x), (other, y)))
+        return mine.gram(theirs), theirs.gram(mine)
+
+    rows, other_rows = flatten(loop(loss, p, batch)), flatten(loop(other, p, others))
+    got, turned = quick_jit(run)(p, batch, others)
+    np.testing.assert_allclose(got, rows @ other_rows.T, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(turned, got.T, rtol=1e-10, atol=1e-12)
 
 
 @settings(max_examples=PROGRAMS if DEEP else PROGRAMS // 12)

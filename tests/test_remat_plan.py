@@ -32,7 +32,8 @@ def matmuls(fun, *args):
 
 
 def grads(fun, *args):
-    return jax.jit(jax.value_and_grad(fun, argnums=tuple(range(len(args)))))(*args)
+    both = jax.value_and_grad(fun, argnums=tuple(range(len(args))))
+    return jax.jit(both, compiler_options={"xla_backend_optimization_level": 0})(*args)
 
 
 def assert_equal(a, b, rtol=2e-5):
@@ -63,7 +64,7 @@ def inputs(n=4, rows=8, width=8):
     return jax.random.normal(w, (n, width, width)) / 2, jax.random.normal(x, (rows, width))
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.35, 1.0])
+@pytest.mark.parametrize("budget", [0.0, 0.35])
 def test_kept_bytes_stay_within_the_budget_and_gradients_are_the_same(budget):
     args = inputs()
     planned = checkpoint_under_budget(net, budget)
@@ -71,11 +72,10 @@ def test_kept_bytes_stay_within_the_budget_and_gradients_are_the_same(budget):
     assert_equal(grads(planned, *args), grads(net, *args))
 
 
-@pytest.mark.parametrize("budget", [0.4, 1.0])
-def test_a_loop_is_planned_inside(budget):
+def test_a_loop_is_planned_inside():
     args = inputs()
-    planned = checkpoint_under_budget(scanned, budget)
-    assert kept_bytes(planned, *args) <= budget * kept_bytes(scanned, *args)
+    planned = checkpoint_under_budget(scanned, 0.4)
+    assert kept_bytes(planned, *args) <= 0.4 * kept_bytes(scanned, *args)
     assert_equal(grads(planned, *args), grads(scanned, *args))
 
 
@@ -199,7 +199,22 @@ def test_random_numbers_without_a_key_are_kept_never_drawn_again():
         jax.grad(checkpoint_under_budget(fun, 0))(jnp.ones(16))
 
 
-def test_effects_run_once():
+def test_forward_mode_draws_no_other_numbers():
+    from jax.lax import rng_uniform
+
+    ref = jax.new_ref(jnp.float32(0))
+
+    def counted(x):
+        ref[...] += 1
+        return jnp.sin(x) * ref[...]
+
+    for fun in (lambda x: x * rng_uniform(0.0, 1.0, (4,)), counted):
+        with pytest.raises(ValueError, match=r"got lax.rng_uniform, .* at .*test_remat_plan.py"):
+            jax.jvp(checkpoint_under_budget(fun, 16), (1.0,), (1.0,))
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd])
+def test_effects_run_once(transform):
     seen = []
 
     def fun(x):
@@ -207,7 +222,7 @@ def test_effects_run_once():
         jax.debug.callback(lambda h: seen.append(float(h)), h)
         return jnp.sin(h)
 
-    jax.grad(checkpoint_under_budget(fun, 0))(1.0)
+    transform(checkpoint_under_budget(fun, 0))(1.0)
     jax.effects_barrier()
     assert len(seen) == 1
 
@@ -223,7 +238,7 @@ def test_an_assigned_argument_is_refused():
         jax.grad(checkpoint_under_budget(fun, 0.5), argnums=1)(model, jnp.ones(8))
 
 
-@hypothesis.settings(max_examples=300 if DEEP else PROGRAMS // 8)
+@hypothesis.settings(max_examples=300 if DEEP else PROGRAMS // 15)
 @hypothesis.given(programs(), hypothesis.strategies.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
 def test_generated_programs_keep_their_budget_and_their_gradients(program, fraction):
     x, t = program.inputs()
@@ -244,8 +259,8 @@ def test_generated_programs_keep_their_budget_and_their_gradients(program, fract
 
 
 def planner_of(fun, *args):
-    flat = Flat.of(fun, args, {}, "test")
-    return Planner(flat, flat.values, [True] * len(flat.values))
+    flat, values = Flat.of(fun, args, {}, "test")
+    return Planner(flat, values, [True] * len(values))
 
 
 def test_the_integer_program_equals_trying_every_choice():
@@ -261,6 +276,31 @@ def test_the_integer_program_equals_trying_every_choice():
         solution = solve(graph, budget, gap=0.0)
         assert solution.closure.nbytes <= budget
         assert solution.closure.cost == pytest.approx(best)
+
+
+def test_the_solver_misses_no_budget_by_its_tolerance_and_prints_nothing(capfd):
+    def fun(w, x):
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+            x = x * jnp.exp(jnp.sin(x.mean()))
+        return x.sum()
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    args = shape(64, 64), shape(2**22, 64)  # a GiB each, beside scalars
+    for plan_ in plan(fun, [0.4, 0.6], argnums=0)(*args):
+        (less,) = plan(fun, [plan_.nbytes - 1], argnums=0)(*args)
+        assert less.nbytes < plan_.nbytes
+    curve = plan(fun, [0], argnums=0)(*args)
+    assert curve.least_nbytes == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_argnums_name_arguments_that_there_are():
+    for wrong in (2, -3, (0, 5)):
+        with pytest.raises(ValueError, match="of which there are 2; got"):
+            plan(net, [1.0], argnums=wrong)(*inputs())
+    by_name = plan(lambda w, x: net(w, x), [1.0])(inputs()[0], x=inputs()[1])
+    assert by_name.plain_nbytes == plan(net, [1.0], argnums=0)(*inputs()).plain_nbytes
 
 
 def test_no_policy_runs_less_again_at_its_own_bytes():
@@ -359,6 +399,11 @@ def test_a_peak_that_needs_no_plan_is_left_alone_and_one_out_of_reach_says_so():
     (plain,) = plan(wide, [1.0], budget_kind="peak", argnums=0)(*args)
     assert plain.method == "as it is"
     assert plain.recompute == 0
+    with pytest.raises(ValueError, match="within reach of some plan") as error:
+        jax.grad(checkpoint_under_budget(wide, 64, "peak"))(*args)
+    least = int(str(error.value).split("budget=")[1].split()[0])
+    (found,) = plan(wide, [least], budget_kind="peak", argnums=0)(*args)
+    assert found.temp_bytes <= least < plain.plain_temp_bytes
     fun = lambda x: jnp.sin(x).sum()
     with pytest.warns(UserWarning, match="no plan lowers the temporaries"):
         jax.grad(checkpoint_under_budget(lambda x: fun(jnp.cumsum(x)), 0, "peak"))(jnp.ones(64))

@@ -36,6 +36,15 @@ X = jnp.asarray(rng.normal(size=(4, 32)), jnp.float32)
 MASK = jnp.asarray(rng.integers(0, 2, size=(4, 32)))
 
 
+@pytest.fixture
+def quickly():
+    """Compile without most optimizations: the numbers are compared, and nothing is counted."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.mark.parametrize("power", [lambda a: a**2, lambda a: a * a, jnp.square])
 def test_residuals_scaled_by_ten_scale_the_gradient(power):
     hooked = fg.saved_tensor_hooks(lambda a: power(a).sum(), *TEN, where=everything)
@@ -66,6 +75,7 @@ def test_torch_packs_leaves_too_and_second_derivatives_go_through_its_hooks(torc
     np.testing.assert_array_equal(theirs(lambda a: a * a, 2), second)
 
 
+@pytest.mark.usefixtures("quickly")
 def test_each_kept_value_is_packed_once_and_others_are_left_alone():
     seen = []
     pack = lambda x: seen.append((x.shape, x.dtype)) or x
@@ -108,7 +118,7 @@ def test_compiled_memory_follows_where_the_loop_packs_each_step():
     st.sampled_from(["float32", "float64", "bfloat16", "float16", "complex64"]),
     st.floats(-60, 30),
 )
-@settings(max_examples=20 if not DEEP else 500)
+@settings(max_examples=8 if not DEEP else 500)
 def test_the_stated_error_bounds(seed, shape, dtype, exponent):
     with jax.enable_x64(True):
         exponent = np.clip(exponent, -10, 10) if dtype == "float16" else exponent
@@ -137,6 +147,15 @@ def test_int8_keeps_zeros_and_shows_what_is_not_finite():
     assert (np.abs(back[3]) <= 2e-42).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_int8_shows_what_is_not_finite_in_long_rows(dtype, x64):
+    rows = np.ones((4, 5000), dtype)  # XLA's CPU loses a NaN in the maximum of so many
+    rows[1:, 1234] = np.nan, np.inf, -np.inf
+    back = jax.jit(lambda x: fg.packs.int8.unpack(fg.packs.int8.pack(x)))(rows)
+    assert (back[0] == 1).all() and np.isnan(back[1:]).all()
+
+
+@pytest.mark.usefixtures("quickly")
 def test_gradients_are_near_and_the_same_under_transformations():
     @jax.jit
     def run(w):
@@ -165,8 +184,9 @@ def test_gradients_are_near_and_the_same_under_transformations():
     np.testing.assert_allclose(value, net(W, X, MASK), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("quickly")
 @given(programs())
-@settings(max_examples=PROGRAMS if DEEP else 3)
+@settings(max_examples=PROGRAMS if DEEP else 2)
 def test_generated_programs_without_a_change_keep_their_gradient(program):
     with jax.enable_x64(True):
         params, (x, t) = program.params(np.float64), program.inputs(np.float64)
@@ -190,13 +210,15 @@ def test_inside_shard_map(check_vma):
             check_vma=check_vma,
         )
 
-    local = lambda w, x: jnp.sum(jnp.sin(jnp.tanh(x @ w)))
+    # Some of what is kept varies from device to device, and some does not.
+    local = lambda w, x: jnp.sum(jnp.sin(jnp.tanh(x @ w))) + jnp.sum(jnp.sin(jnp.exp(w)))
     hooked = fg.saved_tensor_hooks(local, *SAME)
     found = jax.jit(jax.grad(loss(hooked), (0, 1)))(W, X)
     for a, b in zip(found, jax.jit(jax.grad(loss(local), (0, 1)))(W, X), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("quickly")
 def test_second_derivatives_go_through_the_pack_or_are_refused():
     fun = lambda a: jnp.sum(jnp.sin(a) ** 3)
     twice = lambda fun: jax.grad(lambda a: jax.grad(fun)(a).sum())
@@ -222,12 +244,38 @@ def test_forward_mode_is_refused():
         jax.jvp(hooked, (1.0,), (1.0,))
 
 
+def test_an_output_that_is_not_used_keeps_its_explicit_sharding():
+    mesh = jax.make_mesh((2,), ("data",))
+    two = lambda w, x: (jnp.tanh(x @ w).sum(), jnp.tanh(x @ w))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, P("data")))
+        first = lambda fun: jax.jit(jax.grad(lambda w, x: fun(w, x)[0]))
+        hooked = fg.saved_tensor_hooks(two, *SAME)
+        np.testing.assert_allclose(first(hooked)(W, x), first(two)(W, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
+def test_unpack_gives_the_kind_that_was_packed(dtype):
+    wrong = fg.saved_tensor_hooks(lambda a: jnp.sin(a).sum(), *SAME[:1], lambda x: x.astype(dtype))
+    with pytest.raises(TypeError, match=f"floating type.* as x is; got {dtype} for float32"):
+        jax.grad(wrong)(A)
+
+
+def test_hooks_may_close_over_what_is_differentiated():
+    def tenfold(s, a):
+        hooked = fg.saved_tensor_hooks(lambda a: a**2, lambda x: x * s, lambda x: x)
+        return jax.grad(hooked)(a)
+
+    np.testing.assert_array_equal(jax.jit(jax.value_and_grad(tenfold))(10.0, 3.0), (60, 6))
+
+
 def test_a_shape_that_changes_is_refused():
     wrong = fg.saved_tensor_hooks(lambda a: jnp.sin(a).sum(), lambda x: x[:1], lambda x: x)
     with pytest.raises(TypeError, match=r"has the shape of x; got \(1,\) for \(3,\)"):
         jax.grad(wrong)(A)
 
 
+@pytest.mark.usefixtures("quickly")
 def test_functions_of_every_kind():
     def fun(params, key, train, *, scale=2.0):
         h = odd_tanh(params["w"]) * scale
@@ -246,6 +294,8 @@ def test_functions_of_every_kind():
     np.testing.assert_allclose(grad(hooked)(A + 1), grad(fun)(A + 1), rtol=1e-6)
     assert fg.saved_tensor_hooks(lambda: jnp.ones(2), *SAME)().shape == (2,)
     assert fg.saved_tensor_hooks(lambda x: x + 1, *SAME)(jnp.arange(2)).dtype == jnp.int32
+    to = fg.saved_tensor_hooks(lambda x, dtype: x.astype(dtype), *SAME)
+    assert to(A, jnp.float16).dtype == to(A, np.float16).dtype == np.float16
 
     half = jnp.ones((2, 16), jnp.bfloat16)
     packed = fg.saved_tensor_hooks(lambda x: jnp.sin(jnp.sin(x)).sum(), *fg.packs.int8)

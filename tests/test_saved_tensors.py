@@ -276,6 +276,20 @@ def test_the_treemap_is_proportional_and_the_same_every_time():
     assert not re.search("nan|inf", picture)
 
 
+def test_a_treemap_is_valid_xml_whatever_the_names():
+    name = "a\x00\x1b<&>\"']]>\ud800\ufffe\n"
+
+    def fun(x):
+        with jax.named_scope("s<\x02"):
+            return jnp.sin(checkpoint_name(jnp.sin(x), name)).sum()
+
+    kept = fg.checkpoint(fun, policy=fg.policies.save_names(name))
+    saved = fg.saved_tensors(kept)(X)
+    picture = saved.treemap(title="t\x0b<")
+    root = ElementTree.fromstring(picture.encode())
+    assert any("a\ufffd\ufffd<&>" in (title.text or "") for title in root.iter() if title.text)
+
+
 def test_an_empty_treemap_and_one_of_many_values():
     assert "0 B saved" in fg.SavedTensors(()).treemap()
     one = fg.saved_tensors(lambda x: jnp.sin(x))(X).tensors[0]

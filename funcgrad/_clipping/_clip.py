@@ -1,5 +1,6 @@
 """Clip gradients by their norm or by value."""
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -55,9 +56,9 @@ def clip_grad_norm(
     Args:
       grads: A tree of gradients, any floating or complex dtypes, which are kept.  ``None``,
         integers and keys pass.
-      max_norm: The bound, a scalar of at least 0; it may be traced.
+      max_norm: The bound, a scalar of at least 0; a traced one that is not makes NaN.
       order: Of the norm; see ``global_norm``.
-      eps: Added to the norm in the factor.
+      eps: Added to the norm in the factor, a scalar of at least 0.
       nonfinite: What is done where the norm is NaN or infinite.
       frozen: Leaves without a gradient: outside of the norm, and zeros in the result.
         Patterns, a predicate of (path, leaf), or a tree of booleans.
@@ -67,8 +68,9 @@ def clip_grad_norm(
       ``ClippedByNorm(grads, norm)``.
 
     Raises:
-      ValueError: ``max_norm`` is negative, NaN or no scalar; ``nonfinite="raise"`` under
-        ``jit``, where the norm is not known; or as ``global_norm``.
+      TypeError: ``max_norm`` or ``eps`` is no real number.
+      ValueError: ``max_norm`` or ``eps`` is negative, NaN or no scalar; ``nonfinite="raise"``
+        under ``jit``, where the norm is not known; or as ``global_norm``.
       FloatingPointError: The norm is not finite, with ``nonfinite="raise"``.
 
     Example:
@@ -96,8 +98,15 @@ def clip_grad_norm(
     if nonfinite == "raise":
         _check_finite(ratio, grads, leaves, call)
 
+    offset = _bound(eps, "eps", ratio.dtype, call)
+    clipped = _scaled(leaves.counted, ratio, unit, bound, offset, nonfinite == "zero")
+    return ClippedByNorm(leaves.rebuild(clipped), norm)
+
+
+@functools.partial(jax.jit, static_argnames="zero")
+def _scaled(leaves: list[Any], ratio: Any, unit: Any, bound: Any, eps: Any, zero: bool) -> Any:
     # All in units of unit, a power of two: exact, and nothing leaves the range.
-    total = ratio + jnp.asarray(eps, ratio.dtype) / unit
+    total = ratio + eps / unit
     over = ~(total <= bound / unit)
     factor = (1 / jnp.where(over, total, 1)) * bound  # rounded as torch does
 
@@ -106,23 +115,28 @@ def clip_grad_norm(
             return lax.complex(scale(g.real), scale(g.imag))
         wide = g.astype(np.promote_types(g.dtype, ratio.dtype))
         clipped = jnp.where(over, (wide / unit * factor).astype(g.dtype), g)
-        if nonfinite == "zero":
-            return jnp.where(jnp.isfinite(ratio), clipped, jnp.zeros_like(g))
-        return clipped
+        return jnp.where(jnp.isfinite(ratio), clipped, jnp.zeros_like(g)) if zero else clipped
 
-    return ClippedByNorm(leaves.rebuild([scale(g) for g in leaves.counted]), norm)
+    return [scale(g) for g in leaves]
 
 
 def _bound(value: Any, name: str, dtype: Any, call: str) -> Any:
-    """The scalar ``value`` in ``dtype``; raises if it is known to be negative or NaN."""
-    if jnp.ndim(value) != 0:
-        raise ValueError(f"{call}: {name} is one number; got shape {jnp.shape(value)}. Pass one.")
-    if not isinstance(value, jax.core.Tracer):
-        if not value >= 0:
-            raise ValueError(f"{call}: {name} is at least 0; got {value}. Pass a bound.")
-        with np.errstate(over="ignore"):
-            return jnp.asarray(np.asarray(value).astype(dtype))
-    return value.astype(dtype)
+    """The scalar ``value`` in ``dtype``: refused if it is negative or NaN, NaN if it is traced."""
+    if isinstance(value, jax.core.Tracer):
+        kind, shape = value.dtype, value.shape
+    else:
+        kind, shape = np.asarray(value).dtype, np.shape(value)
+    if not (jnp.issubdtype(kind, np.number) or kind == np.bool_) or kind.kind == "c":
+        raise TypeError(f"{call}: {name} is a number; got {value!r}. Pass one.")
+    if shape != ():
+        raise ValueError(f"{call}: {name} is one number; got shape {shape}. Pass one.")
+    if isinstance(value, jax.core.Tracer):
+        value = value.astype(dtype)
+        return jnp.where(value >= 0, value, jnp.nan)  # a negative one would turn gradients around
+    if not value >= 0:
+        raise ValueError(f"{call}: {name} is at least 0; got {value}. Pass a bound.")
+    with np.errstate(over="ignore"):
+        return jnp.asarray(np.asarray(value).astype(dtype))
 
 
 def _check_finite(ratio: Any, grads: Any, leaves: Leaves, call: str) -> None:
@@ -153,7 +167,7 @@ def clip_grad_value(grads: Any, max_value: Any, *, frozen: LeafSpec = None) -> A
     Args:
       grads: A tree of real floating gradients, whose dtypes are kept.  ``None``, integers and
         keys pass.
-      max_value: The bound, a scalar of at least 0; it may be traced.
+      max_value: The bound, a scalar of at least 0; a traced one that is not makes NaN.
       frozen: Leaves without a gradient, zeros in the result: patterns, a predicate of
         (path, leaf), or a tree of booleans.
 
@@ -161,7 +175,8 @@ def clip_grad_value(grads: Any, max_value: Any, *, frozen: LeafSpec = None) -> A
       A tree like ``grads``.
 
     Raises:
-      TypeError: A gradient is complex, which has no order; names the leaf.
+      TypeError: A gradient is complex, which has no order; names the leaf.  Or the bound is
+        no real number.
       ValueError: ``max_value`` is negative, NaN or no scalar; a pattern names no leaf.
 
     Example:
@@ -179,7 +194,9 @@ def clip_grad_value(grads: Any, max_value: Any, *, frozen: LeafSpec = None) -> A
             )
 
     def clip(g: Any) -> Any:
-        bound = _bound(max_value, "max_value", g.dtype, "clip_grad_value")
-        return jnp.clip(g, -bound, bound)
+        # In float32 at least: a bound beyond the range of a float8 dtype is NaN there.
+        wide = g.astype(np.promote_types(g.dtype, np.float32))
+        bound = _bound(max_value, "max_value", wide.dtype, "clip_grad_value")
+        return jnp.clip(wide, -bound, bound).astype(g.dtype)
 
     return leaves.rebuild([clip(g) for g in leaves.counted])

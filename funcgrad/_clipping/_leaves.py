@@ -75,7 +75,9 @@ def _spread(
         return tuple(frozenset() for _ in kept)
     stated = None
     if specs is not None:
-        whole = [_axes_of(spec) & set(manual) for spec in broadcast_prefix(specs, grads, call)]
+        whole = [
+            _axes_of(spec, call) & set(manual) for spec in broadcast_prefix(specs, grads, call)
+        ]
         stated = [axes for axes, counted in zip(whole, is_counted, strict=True) if counted]
     if not typed:
         if stated is None:
@@ -96,9 +98,21 @@ def _spread(
     return tuple(found)
 
 
-def _axes_of(spec: Any) -> frozenset[str]:
+def _axes_of(spec: Any, call: str) -> frozenset[str]:
+    if not (spec is None or isinstance(spec, jax.sharding.PartitionSpec)):
+        raise TypeError(
+            f"{call}: specs are PartitionSpecs, or None for a copy; got {spec!r}. "
+            "Pass what shard_map has as in_specs or out_specs for these gradients."
+        )
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec or ()]
-    return frozenset(axis for entry in entries for axis in entry if isinstance(axis, str))
+    axes = frozenset(axis for entry in entries for axis in entry if isinstance(axis, str))
+    names = jax.sharding.get_abstract_mesh().axis_names
+    if axes - set(names):
+        raise ValueError(
+            f"{call}: specs name axes of the mesh, {_list(frozenset(names))}; got "
+            f"{_list(axes - set(names))}. A part would pass for a copy."
+        )
+    return axes
 
 
 def _list(axes: frozenset[str]) -> str:

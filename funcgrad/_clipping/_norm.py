@@ -15,6 +15,8 @@ from funcgrad._clipping._powers import (
     first_sum,
     largest,
     least,
+    modulus,
+    modulus_bits,
     norm_dtype,
     opaque_scales,
     power_sums,
@@ -56,8 +58,9 @@ def global_norm(grads: Any, *, order: Any = 2, frozen: LeafSpec = None, specs: A
       transpose of a reduction is wrong by the number of devices.
 
     Raises:
-      ValueError: Another order; a pattern that names no leaf; ``specs`` missing or not those
-        of the types; or it is differentiated under ``check_vma=False``.
+      TypeError: ``specs`` has leaves that are no ``PartitionSpec``.
+      ValueError: Another order; a pattern that names no leaf; ``specs`` missing, not those of
+        the types or not of the mesh; or it is differentiated under ``check_vma=False``.
 
     Example:
       >>> fg.global_norm({"w": jnp.array([3.0, 4.0]), "b": jnp.array([12.0])})
@@ -81,12 +84,16 @@ def check_order(order: Any, call: str) -> float:
             f"{call}: order is a number known while tracing; got {order}. "
             'Make it static (optax.inject_hyperparams has static_args="order").'
         )
-    if not (0.5 <= order <= 16 or order in (0, math.inf, -math.inf)):
+    try:
+        exponent = float(order)
+    except (TypeError, ValueError):
+        exponent = math.nan  # a name or an array, refused below
+    if not (0.5 <= exponent <= 16 or exponent in (0, math.inf, -math.inf)):
         raise ValueError(
             f"{call}: order is from 0.5 to 16, or 0, inf or -inf; got {order}. Beyond 16 the "
             "norm is nearly that of order inf, and below 0.5 it is as good as never finite."
         )
-    return float(order)
+    return exponent
 
 
 def scaled_norm(leaves: Leaves, order: float) -> tuple[Any, Any]:
@@ -109,13 +116,9 @@ def _real(x: Any, dtype: Any, order: float) -> Any:
     parts = jnp.stack([x.real, x.imag]).astype(dtype)
     if order == 2:
         return parts
-    # The modulus of the parts of the largest exponent: as safe as the library's, and has a
-    # derivative of 0 at zero.
-    peak = lax.stop_gradient(jnp.abs(parts).max(0))
-    safe = jnp.where((peak > 0) & jnp.isfinite(peak), peak, 1)
-    square = jnp.square(parts / safe).sum(0)
-    positive = square > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1)), square) * safe
+    if order == 0:  # as integers: backends take subnormal numbers for zero
+        return (modulus_bits(parts).max(0) != 0).astype(dtype)
+    return modulus(parts)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -163,7 +166,7 @@ def _pair_jvp(order: float, axes: Any, primals: Any, tangents: Any) -> Any:
     if manual and not typed:
         raise ValueError(
             "global_norm: under shard_map with check_vma=False it has no derivative; got one "
-            "asked for. Use check_vma=True, or take the derivative outside of shard_map."
+            "asked for, inside or around it. Use check_vma=True."
         )
     ratio, unit = _pair(order, axes, leaves)
     together = frozenset().union(*axes)
@@ -178,8 +181,10 @@ def _pair_jvp(order: float, axes: Any, primals: Any, tangents: Any) -> Any:
             return jnp.where(size == 1, jnp.sign(y), 0) / ties
         if order == 2:
             return y
+        if order == 1:  # of the entry itself, since y may be too small for its dtype
+            return jnp.sign(x)
         moves = (size > 0) & (order > 0)
-        return jnp.where(moves, y * jnp.where(moves, size, 1) ** (order - 2), 0)
+        return jnp.where(moves, jnp.sign(y) * jnp.where(moves, size, 1) ** (order - 1), 0)
 
     if math.isinf(order):
         equal = [jnp.sum(jnp.abs(x / unit / safe) == 1).astype(x.dtype) for x in leaves]

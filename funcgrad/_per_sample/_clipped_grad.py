@@ -215,8 +215,9 @@ def clipped_grad(
       TypeError: A leaf to differentiate is not floating, or the loss is not a real scalar.
       ValueError: A bound is not positive and finite or its tree is no prefix of
         ``params``; ``mean_over`` or ``memory_budget`` is not positive; ``mask`` is not one
-        boolean per sample; ``road="two_pass"`` meets values of less than float32;
-        or as ``per_sample_grads``.
+        boolean per sample; ``road="two_pass"`` meets values of less than float32,
+        or a way back of the user's own (a hook, ``custom_vjp``, ``Function``), which need not
+        be linear; or as ``per_sample_grads``.
 
     Example:
       >>> loss = lambda w, x: w @ x

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcgrad import _jaxpr
-from funcgrad import _jaxpr
 from funcgrad._compat import gathered, make_varying, open_jaxpr, primitives, varying_axes
 from funcgrad._per_sample._lookups import Rows, add_rows, weighted_rows
 from funcgrad._per_sample._per_sample import backward
@@ -114,7 +113,6 @@ def clip_one(grads: list[Any], bounds: Bounds) -> Any:
 
 def materialized(problem: Problem, bounds: Bounds) -> Step:
     """Every gradient of the chunk in memory."""
-
     program = open_jaxpr(problem.traced.jaxpr)[0]
     convolves = any(
         visit.eqn.primitive is primitives.conv_general_dilated_p for visit in _jaxpr.walk(program)
@@ -260,10 +258,11 @@ def _norms(
         zero = jnp.zeros(records.scheme.n_samples, records.dtype)
         total = sum((squares[i] for i in index), zero)
         mass = sum((masses[i] for i in index), zero)
-        norms.append(jnp.sqrt(total))
+        # Activations may be wider than the parameters, whose precision norms have.
+        norms.append(jnp.sqrt(total).astype(records.dtype))
         # What products of terms may have lost is counted as if it were there.
         lost = 8 * float(jnp.finfo(total.dtype).eps) * mass
-        most.append(jnp.sqrt(jnp.maximum(total, 0) + lost))
+        most.append(jnp.sqrt(jnp.maximum(total, 0) + lost).astype(records.dtype))
     return norms, most
 
 
@@ -286,7 +285,7 @@ def _norms_of_rows(records: Records, bounds: Bounds) -> Any:
             finite += [fine for *_, fine in group]
         return norms, jnp.stack(finite).all()
 
-    bytes_each = 8 * sum(records.params[i].size for i in formed) + records.scheme.bytes_each
+    bytes_each = records.row_bytes(formed) + records.scheme.bytes_each
     norms, finite = records.for_each(one, bytes_each)
     return norms, norms, finite
 

@@ -174,7 +174,10 @@ def formed_gradient(site: Site, operands: Any, cotangents: Any) -> Any:
     assert site.eqn is not None
     f = _conv(site, operands[None], cotangents[None]).widened()
     gradient = jnp.einsum("btk,btj->bkj", f.left[0], f.right[0], precision=_EXACT)
-    spec, groups = site.eqn.params["dimension_numbers"].rhs_spec, site.eqn.params["feature_group_count"]
+    spec, groups = (
+        site.eqn.params["dimension_numbers"].rhs_spec,
+        site.eqn.params["feature_group_count"],
+    )
     out, features, *window = (site.var.aval.shape[d] for d in spec)
     lead = [n for n, stacked in zip(site.lengths, site.stacked, strict=True) if stacked]
     gradient = gradient.reshape(-1, groups, *window, features, out // groups)

@@ -19,6 +19,7 @@ from funcgrad._per_sample._roads import (
     leaf_squares,
     map_samples,
     pack,
+    patch_bytes,
 )
 from funcgrad._per_sample._sums import norm_dtype, wide
 
@@ -62,13 +63,23 @@ def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any) -> dict[int, Any]:
     """
     packed = [pack(x, axis) for x, axis in arrays.values()]
 
-    def turn(state: Any) -> Any:
-        xs = [_blank(x, kept, p.axis) for x, p in zip(state[1], packed, strict=True)]
-        return state[0] | True, xs
+    def each(xs: list[Any], kept: Any) -> list[Any]:
+        return [_blank(x, kept, p.axis) for x, p in zip(xs, packed, strict=True)]
 
-    start = (jnp.all(kept), [p.array for p in packed])
-    start = make_varying(start, varying_axes((start, kept)))
-    _, xs = lax.while_loop(lambda state: ~state[0], turn, start)
+    # The rule is for reverse mode, which a loop of unknown length has none of.
+    @jax.custom_jvp
+    def blank(xs: list[Any], kept: Any) -> list[Any]:
+        start = (jnp.all(kept), xs)
+        start = make_varying(start, varying_axes((start, kept)))
+        turn = lambda state: (state[0] | True, each(state[1], kept))
+        return lax.while_loop(lambda state: ~state[0], turn, start)[1]
+
+    @blank.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        moved = each(tangents[0], primals[1])
+        return blank(*primals), make_varying(moved, varying_axes(primals))
+
+    xs = blank([p.array for p in packed], kept)
     xs = [lax.expand_dims(x, p.units) for x, p in zip(xs, packed, strict=True)]
     return dict(zip(arrays, xs, strict=True))
 
@@ -264,7 +275,12 @@ class Records:
         def one(sample: Any) -> list[Any]:
             return [jnp.sum(jnp.square(jnp.abs(r))).astype(dtype) for r in self.row(sample, index)]
 
-        return self.for_each(one, 8 * sum(self.params[i].size for i in index))
+        return self.for_each(one, self.row_bytes(index))
+
+    def row_bytes(self, index: Sequence[int]) -> int:
+        """About what ``row`` of one sample holds at a time: the gradients, and patches."""
+        convolved = [s for s in self.scheme.sites if s.kind == "conv" and s.leaves & set(index)]
+        return 8 * sum(self.params[i].size for i in index) + sum(map(patch_bytes, convolved))
 
     def for_each(self, fun: Callable[[Any], Any], bytes_each: int) -> Any:
         """``fun`` of each sample of ``by_sample``, as many at a time as ``bytes_each`` allows."""

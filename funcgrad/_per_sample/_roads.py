@@ -367,6 +367,12 @@ def _part_bytes(part: Part, sites: Sequence[Site]) -> int:
     return 4 * (total + (2 * blocks * terms**2 if part.gram else 0))
 
 
+def patch_bytes(site: Site) -> int:
+    """What cutting out and joining the patches of one sample takes, at a convolution."""
+    blocks, terms, rows, _ = _shapes(site).sizes
+    return 2 * 4 * blocks * terms * rows
+
+
 class Packed(NamedTuple):
     """An array without its axes of size 1, where its sample axis is then, and those axes."""
 

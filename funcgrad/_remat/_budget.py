@@ -29,8 +29,8 @@ def checkpoint_under_budget(
 
     @functools.wraps(fun)
     def planned(*args: Any, **kwargs: Any) -> Any:
-        flat = Flat.of(fun, args, kwargs, "checkpoint")
-        outs = _planned(flat, budget, budget_kind)(*flat.values)
+        flat, values = Flat.of(fun, args, kwargs, "checkpoint")
+        outs = _planned(flat, budget, budget_kind)(*values)
         return jax.tree.unflatten(flat.out_tree, outs)
 
     return planned
@@ -75,7 +75,18 @@ def _planned(flat: Flat, budget: int | float, kind: str) -> Callable[..., list[A
             not isinstance(t, SymbolicZero) and is_inexact(jax.typeof(x))
             for x, t in zip(values, tangents, strict=True)
         )
-        planner = Planner(flat, values, marks)
+        try:
+            planner = Planner(flat, values, marks)
+        except ValueError as error:
+            if "Reverse-mode differentiation" not in str(error):
+                raise
+            # A while loop, which has a forward mode alone: JAX says so to whoever goes back.
+            diff = [i for i, mark in enumerate(marks) if mark]
+            return jax.jvp(
+                flat.along(values, diff, again=False),
+                [values[i] for i in diff],
+                [tangents[i] for i in diff],
+            )
         if marks not in chosen:
             try:
                 chosen[marks] = choose(planner, budget, kind)

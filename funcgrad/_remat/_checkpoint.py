@@ -44,9 +44,11 @@ def checkpoint(
 
     Raises:
       TypeError: ``policy`` is not made by ``fg.policies``, or comes with a ``budget``.
-      ValueError: a word of the policy marks nothing; or ``fun`` changes an argument in place,
-        as NNX modules that draw random numbers do; or it draws from ``lax.rng_uniform``,
-        which gives other numbers the second time.
+      ValueError: a word of the policy marks nothing; no choice stays within the budget, and the
+        least possible is named; forward mode of a function under a budget that would come out
+        otherwise when computed again (``lax.rng_uniform``, ``io_callback``, a ref); or ``fun``
+        changes an argument in place, as NNX modules that draw random numbers do; or a policy
+        meets ``lax.rng_uniform``, which gives other numbers the second time: a budget keeps them.
 
     Example:
       >>> from jax.ad_checkpoint import checkpoint_name

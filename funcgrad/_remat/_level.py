@@ -15,9 +15,13 @@ import numpy as np
 from jax.extend import core as jex
 
 from funcgrad._compat import Literal, open_jaxpr
+from funcgrad._jaxpr import bodies
 from funcgrad._remat._cost import nbytes
 from funcgrad._remat._linear import LinearMap, linear_call
 from funcgrad._remat._program import Atom, Loop, Op, Program, flatten, reader, run
+
+# Their derivative is nothing.
+_FLAT = frozenset("stop_gradient floor ceil round sign".split())
 
 held_p: Any = jex.Primitive("held_loop")
 held_p.multiple_results = True
@@ -74,9 +78,16 @@ class HeldLoop:
 
 
 def linearise(
-    program: Program, args: Sequence[Any], marks: Sequence[bool], pool: list[Any]
+    program: Program,
+    args: Sequence[Any],
+    marks: Sequence[bool],
+    pool: list[Any],
+    still: frozenset[Op] = frozenset(),
 ) -> Level:
-    """Differentiate ``program`` in its marked inputs; ``args`` are values or their types."""
+    """Differentiate ``program`` in its marked inputs; ``args`` are values or their types.
+
+    Loops in ``still`` have no gradient.
+    """
     found: dict[int, tuple[Op, list[bool]]] = {}
     seen: dict[str, Any] = {}
     diff_in = [i for i, mark in enumerate(marks) if mark]
@@ -86,7 +97,7 @@ def linearise(
             full = list(args)
             for i, x in zip(diff_in, diff, strict=True):
                 full[i] = x
-            outs, out_marks = _run_marked(program, full, marks, pool, found)
+            outs, out_marks = _run_marked(program, full, marks, pool, found, still)
             seen["diff_out"] = [i for i, mark in enumerate(out_marks) if mark]
             return [outs[i] for i in seen["diff_out"]], outs
 
@@ -96,6 +107,9 @@ def linearise(
         return [*outs, *leaves]
 
     forward_jaxpr: Any = jax.make_jaxpr(forward)(*args)
+    if unmoved := [found[key][0] for key in _unmoved(forward_jaxpr)]:
+        # Marked for what turns out to have no derivative, such as a custom rule's zero.
+        return linearise(program, args, marks, pool, still.union(unmoved))
     n_outs = len(program.outputs)
     out_avals = forward_jaxpr.out_avals
 
@@ -121,6 +135,12 @@ def linearise(
         loops=loops,
         kept_by_jax=made_bytes(forward_jaxpr, n_outs),
     )
+
+
+def _unmoved(closed: Any) -> list[int]:
+    """Loops whose derivative JAX has not asked for: they stand in their rule still."""
+    inside = (body.jaxpr.eqns for eqn in open_jaxpr(closed)[0].eqns for body in bodies(eqn))
+    return [eqn.params["key"] for eqns in inside for eqn in eqns if eqn.primitive is held_p]
 
 
 def made_bytes(closed: Any, first: int = 0) -> int:
@@ -150,12 +170,13 @@ def _run_marked(
     marks: Sequence[bool],
     pool: list[Any],
     found: dict[int, tuple[Op, list[bool]]],
+    still: frozenset[Op],
 ) -> tuple[list[Any], list[bool]]:
     """Run ``program`` with the loops that carry a gradient held; which outputs have one."""
     marked = {i for i, mark in zip(program.inputs, marks, strict=True) if mark}
 
     def special(place: int, op: Op, read: Any) -> Any:
-        if op.eqn.primitive.name == "stop_gradient":
+        if op.eqn.primitive.name in _FLAT:
             return None
         if not any(isinstance(a, int) and a in marked for a in op.reads):
             return None
@@ -169,6 +190,8 @@ def _run_marked(
         if not any(after):
             return None
         marked.update(out for out, mark in zip(op.outputs, after, strict=True) if mark)
+        if op in still:
+            return None
         key = len(found)
         found[key] = op, inside
         avals = tuple(program.avals[out] for out in op.outputs)
@@ -195,7 +218,7 @@ def loop_marks(loop: Loop, marks: list[bool]) -> tuple[list[bool], list[bool]]:
 def _follow(program: Program, marks: list[bool]) -> list[bool]:
     marked = {i for i, mark in zip(program.inputs, marks, strict=True) if mark}
     for op in program.ops:
-        if op.eqn.primitive.name == "stop_gradient":
+        if op.eqn.primitive.name in _FLAT:
             continue
         if op.loop:
             inside = [isinstance(a, int) and a in marked for a in op.loop.inputs]

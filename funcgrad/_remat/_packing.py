@@ -142,7 +142,7 @@ def _is_float(x: Any) -> bool:
 
 def _packed(pack: Callable[[Any], Any], x: Any) -> Any:
     """``pack(x)``, which refuses to be differentiated where that would lose a dependence."""
-    traced = trace(pack, x)
+    traced = trace(lambda x: pack(x), x)  # a new function: traces of the same one are remembered
     lost = [
         aval.dtype for aval in traced.jaxpr.out_avals if not jnp.issubdtype(aval.dtype, jnp.inexact)
     ]

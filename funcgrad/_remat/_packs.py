@@ -25,19 +25,18 @@ def _to_int8(x: Any) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.floating) or size + scale_bytes >= size * x.dtype.itemsize:
         return x
     x = x.astype(wide)
-    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) / 127
     # The maximum of many numbers loses a NaN on XLA's CPU.
-    largest = jnp.where(jnp.isfinite(x).all(-1, keepdims=True), largest, jnp.nan)
-    # Not divided by 127, which would leave nothing of the smallest normal numbers.
-    whole = jnp.round(x / jnp.where(largest > 0, largest, 1) * 127)
-    return jnp.clip(whole, -127, 127).astype(jnp.int8), largest
+    scale = jnp.where(jnp.isfinite(x).all(-1, keepdims=True), scale, jnp.nan)
+    whole = jnp.round(x / jnp.where(scale > 0, scale, 1))
+    return jnp.clip(whole, -127, 127).astype(jnp.int8), scale
 
 
 def _from_int8(packed: Any) -> Any:
     if not isinstance(packed, tuple):
         return packed
-    whole, largest = packed
-    return whole.astype(largest.dtype) / 127 * largest
+    whole, scale = packed
+    return whole.astype(scale.dtype) * scale
 
 
 bfloat16 = Pack(_to_bfloat16, lambda packed: packed)
@@ -50,8 +49,9 @@ infinity.  Complex values and types of two bytes are kept as they are.
 int8 = Pack(_to_int8, _from_int8)
 """A quarter of the bytes of float32, and one scale for each row, the last axis.
 
-Error at most 1/254 of the largest magnitude in the row, above the smallest normal number.  A
-row with a value that is not finite comes back as NaN throughout.  Kept as they are: complex
+Error at most 1/254 of the largest magnitude in the row, where that is above 127 times the
+smallest normal number (1.5e-36 in float32); below, the row may come back as zeros.  A row with
+a value that is not finite comes back as NaN throughout.  Kept as they are: complex
 values, and rows so short that the scale would outweigh the gain.
 """
 

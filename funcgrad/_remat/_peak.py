@@ -14,6 +14,8 @@ from funcgrad._remat._solve import Infeasible, solve_stages
 # Shares of what a stage makes again that are taken to be live at once.
 _SHARES = (0.5, 1.0, 0.0)
 _ROUNDS = 3
+# So many plans are compiled at the most, before the policies.
+_COMPILED = 5
 # A policy that keeps so much more than the budget is not compiled.
 _HOPELESS = 1.25
 
@@ -56,6 +58,8 @@ def choose_peak(planner: Planner, budget: int | float) -> Choice:
             found = best()
             if closure.kept in closures or (found and closure.cost >= found.cost):
                 break
+            if len(measured) == _COMPILED:
+                break
             closures[closure.kept] = closure
             over = temporaries(closure) - limit
             gap = solution.gap
@@ -63,11 +67,12 @@ def choose_peak(planner: Planner, budget: int | float) -> Choice:
                 break
             aim = max(aim - over, 0)
     hand = sorted(planner.by_hand.items(), key=lambda item: item[1].cost)
+    smallest = min(planner.by_hand.values(), key=lambda closure: closure.nbytes, default=plain)
     for name, closure in hand:
         found = best()
         if found is not None and closure.cost >= found.cost:
             break
-        if closure.nbytes > _HOPELESS * limit:
+        if closure.nbytes > _HOPELESS * limit and closure is not smallest:
             continue
         closures[closure.kept] = closure
         if temporaries(closure) <= limit:
@@ -76,6 +81,10 @@ def choose_peak(planner: Planner, budget: int | float) -> Choice:
     if found is not None:
         return Choice(found, method, gap, "", measured[found.kept], plain_bytes)
     least = min(measured.values(), default=plain_bytes)
+    if least < plain_bytes:
+        # Those of the policies alone will be found again under a budget as low as they are.
+        by_hand = {closure.kept for _, closure in hand}
+        least = min((n for kept, n in measured.items() if kept in by_hand), default=least)
     if least >= plain_bytes:
         note = (
             f"no plan lowers the temporaries of this gradient: {plain_bytes} bytes as it is, "

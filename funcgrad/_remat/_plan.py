@@ -263,8 +263,9 @@ def plan(
         check_budget(budget, budget_kind, "plan")
 
     def planned(*args: Any, **kwargs: Any) -> TradeOff:
-        flat = Flat.of(fun, args, kwargs, "plan")
-        planner = Planner(flat, flat.values, _marks(flat, args, argnums))
+        flat, values = Flat.of(fun, args, kwargs, "plan")
+        marks = _marks(values[flat.n_closed :], args, argnums)
+        planner = Planner(flat, values, [False] * flat.n_closed + marks)
         graph = planner.graph
         plans, too_low = [], []
         for budget in budgets:
@@ -286,22 +287,24 @@ def plan(
     return planned
 
 
-def _marks(flat: Flat, args: Any, argnums: Any) -> list[bool]:
-    wanted = None if argnums is None else {argnums} if isinstance(argnums, int) else {*argnums}
+def _marks(arrays: Sequence[Any], args: Any, argnums: Any) -> list[bool]:
+    numbers = range(len(args)) if argnums is None else argnums
+    numbers = [numbers] if isinstance(numbers, int) else list(numbers)
+    if wrong := [i for i in numbers if not -len(args) <= i < len(args)]:
+        raise ValueError(
+            f"plan: argnums count positional arguments, of which there are {len(args)}; got "
+            f"{wrong[0]}. Pass the argument by position."
+        )
+    wanted = {i % len(args) for i in numbers}
     owner = [i for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg) if is_array(leaf)]
-    owner += [None] * (len(flat.values) - flat.n_closed - len(owner))
-    if wanted is not None:
-        wanted = {i % max(len(args), 1) for i in wanted}
-    marks = [False] * flat.n_closed + [
-        is_inexact(_type(x)) and (wanted is None or i in wanted)
-        for x, i in zip(flat.values[flat.n_closed :], owner, strict=True)
-    ]
+    marks = [is_inexact(_type(x)) and i in wanted for x, i in zip(arrays, owner, strict=False)]
     if not any(marks):
         raise ValueError(
             "plan: some argument has a gradient; got none that is floating among those chosen. "
             "Pass the parameters as an argument."
         )
-    return marks
+    # Keyword arguments have none.
+    return marks + [False] * (len(arrays) - len(owner))
 
 
 def _type(x: Any) -> Any:

@@ -15,7 +15,7 @@ from funcgrad._remat._inputs import split_arrays, unchanged
 from funcgrad._remat._level import linearise, made_bytes, no_tangent
 from funcgrad._remat._linear import LinearMap, linear_call
 from funcgrad._remat._portfolio import by_hand
-from funcgrad._remat._program import Program, flatten, reader, run
+from funcgrad._remat._program import Op, Program, flatten, is_random, reader, run
 from funcgrad._remat._solve import Infeasible, solve
 
 
@@ -38,24 +38,57 @@ class Choice:
 class Flat:
     """A function traced: a program of flat values, of which the first are its closure's."""
 
-    def __init__(self, closed: Any, leaves: list[Any], out_tree: Any) -> None:
+    def __init__(self, closed: Any, out_tree: Any) -> None:
         self.n_closed = len(closed.consts)
-        self.values = [*closed.consts, *leaves]
         self.out_tree = out_tree
         self.pool: list[Any] = []
         self.program: Program = flatten(closed, self.pool, open_loops=True, consts_first=True)
 
     @staticmethod
-    def of(fun: Callable[..., Any], args: Any, kwargs: Any, call: str) -> "Flat":
-        """Trace at these arguments."""
+    def of(fun: Callable[..., Any], args: Any, kwargs: Any, call: str) -> tuple["Flat", list[Any]]:
+        """Trace at these arguments; the program, and its values here.
+
+        A derivative rule holds the program, and must not hold values: they may be of a trace
+        that is over.
+        """
         arrays, rebuild = split_arrays(args, kwargs)
         traced = trace(lambda arrays: unchanged(fun, *rebuild(arrays), call), arrays)
-        return Flat(traced.jaxpr, list(arrays), traced.out_tree)
+        return Flat(traced.jaxpr, traced.out_tree), [*traced.jaxpr.consts, *arrays]
 
-    def plain(self, *values: Any) -> list[Any]:
-        """The outputs of the function as it was written."""
-        read = reader(run(self.program, values, self.pool), self.pool)
+    def plain(self, *values: Any, again: bool = False) -> list[Any]:
+        """The outputs of the function as it was written; ``again`` shows nothing twice."""
+
+        def special(place: int, op: Op, read: Any) -> Any:
+            return () if again and op.eqn.effects and not op.outputs else None
+
+        read = reader(run(self.program, values, self.pool, special=special), self.pool)
         return [read(a) for a in self.program.outputs]
+
+    def along(
+        self, values: Sequence[Any], places: Sequence[int], *, again: bool
+    ) -> Callable[..., list[Any]]:
+        """The plain function of the inputs at ``places`` alone."""
+
+        def fun(*some: Any) -> list[Any]:
+            full = list(values)
+            for i, x in zip(places, some, strict=True):
+                full[i] = x
+            return self.plain(*full, again=again)
+
+        return fun
+
+    def refuse_unrepeatable(self) -> None:
+        """Refuse a second run that would give other numbers than the first."""
+        program = self.program
+        refs = {i for i in program.inputs if hasattr(program.avals[i], "inner_aval")}
+        for op in program.ops:
+            shared = any(isinstance(a, int) and a in refs for a in op.inputs)
+            if shared or is_random(op.eqn):
+                raise ValueError(
+                    "checkpoint: forward mode under a budget computes the function again, so that "
+                    "it must come out the same; got lax.rng_uniform, io_callback or a ref from "
+                    f"outside at {op.line}. Use jax.random, or reverse mode."
+                )
 
 
 class Planner:
@@ -70,15 +103,14 @@ class Planner:
 
     def of_diff(self, values: Sequence[Any]) -> Callable[..., list[Any]]:
         """The plain function of the marked inputs alone, giving the outputs with a gradient."""
+        diff_out = self.level.diff_out
+        fun = self.flat.along(values, self.level.diff_in, again=False)
 
-        def fun(*diff: Any) -> list[Any]:
-            full = list(values)
-            for i, x in zip(self.level.diff_in, diff, strict=True):
-                full[i] = x
-            outs = self.flat.plain(*full)
-            return [outs[i] for i in self.level.diff_out]
+        def of_diff(*diff: Any) -> list[Any]:
+            outs = fun(*diff)
+            return [outs[i] for i in diff_out]
 
-        return fun
+        return of_diff
 
     @functools.cached_property
     def plain_bytes(self) -> int:
@@ -117,15 +149,18 @@ class Planner:
         self, closure: Closure, tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """The outputs, and their tangents by a linear map that keeps what was chosen."""
-        level, n_values, n_pool = self.level, len(self.values), len(self.pool)
+        level, flat = self.level, self.flat
+        n_values, n_pool = len(self.values), len(self.pool)
         plan = schedule(self.graph, closure.kept)
         outs, stored = forward(plan, self.values, self.pool)
         leaves, tree = jax.tree.flatten(stored)
 
         def along(residuals: list[Any], moving: list[Any]) -> list[Any]:
+            flat.refuse_unrepeatable()
             values = residuals[:n_values]
             diff = [values[i] for i in level.diff_in]
-            return jax.jvp(self.of_diff(values), diff, moving)[1]
+            changes = jax.jvp(flat.along(values, level.diff_in, again=True), diff, moving)[1]
+            return [changes[i] for i in level.diff_out]
 
         def back(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
             inputs = dict(zip(level.forward.inputs, residuals[:n_values], strict=True))

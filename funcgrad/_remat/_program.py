@@ -16,8 +16,8 @@ _GROWS = frozenset(["iota", "broadcast_in_dim"])
 _RULES = frozenset("custom_jvp_call custom_vjp_call custom_lin linear_solve".split())
 _PLAIN = frozenset(
     primitive
-    for primitive in vars(primitives).values()
-    if getattr(primitive, "name", "") not in {"", *_RULES}
+    for name, primitive in vars(primitives).items()
+    if name.endswith("_p") and primitive.name not in _RULES
 )
 
 
@@ -203,8 +203,8 @@ def _sums(eqn: JaxprEqn) -> bool:
 
 
 def is_random(eqn: JaxprEqn) -> bool:
-    """Whether a second run draws other numbers, here or in a body."""
-    if eqn.primitive.name == "rng_uniform":
+    """Whether a second run gives other numbers, here or in a body."""
+    if eqn.primitive.name in ("rng_uniform", "io_callback"):
         return True
     return any(is_random(inner) for body in bodies(eqn) for inner in body.jaxpr.eqns)
 

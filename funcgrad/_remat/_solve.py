@@ -69,23 +69,19 @@ def solve(
     if result.x is not None and problem.closure(result.x).nbytes > budget:
         # Above the budget by less than the solver's tolerance.
         result = problem.milp(budget, time_limit, gap, slack=_TOLERANCE)
-    if result.status == 2:
-        least = problem.least()
-        if least.nbytes > budget:
-            raise Infeasible(least.nbytes)
-        best = min((c for c in (best, least) if c is not None), key=lambda closure: closure.cost)
     bound = getattr(result, "mip_dual_bound", None)
     bound = 0.0 if bound is None or not np.isfinite(bound) else bound * problem.unit
-    method = "integer program" if result.x is not None else "prices"
+    found, method = None, "integer program"
     if result.x is not None:
         found = problem.closure(result.x)
-    else:
+        found = found if found.nbytes <= budget else None
+    elif result.status != 2:
+        method = "prices"
         found, bound = problem.priced(budget)
-        if found is None and best is None:
-            least = problem.least()
-            if least.nbytes > budget:
-                raise Infeasible(least.nbytes)
-            found = least
+    if found is None and best is None:
+        found = problem.least()
+        if found.nbytes > budget:
+            raise Infeasible(found.nbytes)
     if found is not None:
         found = _fill(graph, found, budget)
     if best is not None and (found is None or best.cost < found.cost):
@@ -302,7 +298,13 @@ class _Problem:
             constraints=[self.rows],
             options={"mip_rel_gap": 0.0, "disp": False, "time_limit": _PRICING_SECONDS},
         )
-        return self.closure(np.ones(self.size) if result.x is None else result.x)
+        found = self.closure(np.ones(self.size) if result.x is None else result.x)
+        # Scalars beside gigabytes are below the solver's tolerance.
+        for i in sorted(found.kept, key=lambda i: self.graph.candidates[i].nbytes):
+            without = self.graph.closure(found.kept - {i})
+            if without is not None and without.nbytes < found.nbytes:
+                found = without
+        return found
 
     def priced(self, budget: int) -> tuple[Closure | None, float]:
         """The best choice that some price per byte makes, and a bound on the cost of any."""
