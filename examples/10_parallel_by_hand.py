@@ -20,14 +20,13 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
 from funcgrad import collectives as co
 
 if world > 1:
     jax.distributed.initialize(os.environ["MASTER_ADDR"], world, rank)
-rng = np.random.default_rng(0)
+rng, P = np.random.default_rng(0), jax.P
 draw = lambda *shape: (rng.standard_normal(shape) / 2).astype(np.float32)
 mean_over_data = lambda own: co.reduce(jnp.mean(own), "data") / jax.lax.axis_size("data")
 

@@ -109,7 +109,7 @@ def accumulate_grads(
         axes = varying_axes((batch.mapped, batch.keys, batch.shared, batch.mask))
         _check_types_tell()
 
-        dtypes = []
+        dtypes: list[Any] = []
 
         def step(sums: Any, i: Any) -> tuple[Any, Any]:
             micro, counts = batch.micro(i)
@@ -222,7 +222,7 @@ def _check_weights(
     fun: Any, split: Arguments, train: list[Any], micro: Any, axes: frozenset[str], has_aux: bool
 ) -> None:
     """Raise where weights move with the parameters, or are reduced over devices."""
-    types = []
+    types: list[Any] = []
     leaves, tree = jax.tree.flatten(micro)
     # What is no array, such as a flag that all share, stays what it is.
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
@@ -231,16 +231,17 @@ def _check_weights(
         new = iter(arrays)
         fill = [next(new) if isinstance(x, jax.Array | np.ndarray) else x for x in leaves]
         out = _parts(fun(*split.join(params, jax.tree.unflatten(tree, fill))), has_aux)[1]
-        types.append(varying_axes(out))
-        return _sum(out, None)
+        total = _sum(out, None)
+        types[:] = [varying_axes(out), total.dtype]
+        return total
 
     jaxpr, _ = open_jaxpr(_jaxpr.trace(weights, train, arrays).jaxpr)
-    varying = types[0]
+    varying, dtype = types
     marks = [i < len(train) for i in range(len(jaxpr.invars))]
     if any(_jaxpr.follow(jaxpr, marks)):
         # That may be through integers: it is the derivative that must not be there.
         back = lambda dot, params: jax.vjp(lambda x: weights(x, arrays), params)[1](dot)
-        dot = make_varying(jnp.zeros(()), varying)
+        dot = make_varying(jnp.zeros((), dtype), varying)
         jaxpr_back, _ = open_jaxpr(_jaxpr.trace(back, dot, train).jaxpr)
         if any(_jaxpr.follow(jaxpr_back, [True] + [False] * len(train))):
             raise ValueError(

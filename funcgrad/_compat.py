@@ -168,7 +168,7 @@ def remat3_enabled() -> bool:
 
 
 def is_plain_jit(eqn: Any) -> bool:
-    """Whether a call states no placement and no compiler options, so that inlining loses nothing."""
+    """Whether a call states no placement and no compiler options: inlining it loses nothing."""
     stated = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
     placed = any(isinstance(s, jax.sharding.Sharding) for s in stated)
     return not placed and not eqn.params.get("compiler_options_kvs")

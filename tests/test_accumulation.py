@@ -81,7 +81,7 @@ def test_c12_micro_batches_of_two_and_one_give_the_whole_and_not_the_mean_of_mea
     np.testing.assert_allclose(means, [64, 83])
 
 
-@pytest.mark.parametrize("size", [1, 4, 10])
+@pytest.mark.parametrize("size", [4, 10])
 def test_b8_tokens_weigh_the_same_wherever_they_are(size):
     params, tokens, targets = make_net()
     out = run(net, size, params, tokens, targets)
@@ -104,7 +104,7 @@ def masked(size):
     return jax.jit(lambda *args, mask: fg.accumulate_grads(net, size)(*args, mask=mask))
 
 
-_masked = {3: masked(3), 4: masked(4)}
+_masked = masked(3)
 _masked_whole = jax.jit(
     lambda params, tokens, targets, mask: whole(
         lambda *args: [jnp.where(mask, x, 0) for x in net(*args)], params, tokens, targets
@@ -112,11 +112,11 @@ _masked_whole = jax.jit(
 )
 
 
-@given(bits=st.integers(1, 2**10 - 1), size=st.sampled_from([3, 4]))
-def test_a_mask_leaves_samples_out(bits, size):
+@given(bits=st.integers(1, 2**10 - 1))
+def test_a_mask_leaves_samples_out(bits):
     batch = make_net()
     mask = np.array([bits >> i & 1 for i in range(10)], bool)
-    out = _masked[size](*batch, mask=mask)
+    out = _masked(*batch, mask=mask)
     value, grads = _masked_whole(*batch, mask)
     assert_close(out.grads, grads)
     np.testing.assert_allclose(out.value, value, rtol=1e-5)
@@ -168,6 +168,8 @@ def test_float64_is_kept(x64):
     assert out.grads.dtype == out.value.dtype == jnp.float64
     np.testing.assert_allclose(out.grads, [16, 64 / 3], rtol=1e-14)
     np.testing.assert_allclose(out.value, 88 / 9, rtol=1e-14)
+    above = lambda w, x: (w * x, jnp.float32(w * x > 0))  # narrower than the default
+    assert run(above, 1, np.float32(1), x32[:, 1]).weight == 3
     low = run(lambda w, x: ((w * x), jnp.full(x.shape, 2**24 + 1)), 2, np.float32(1), x32[:, 1])
     assert (low.value.dtype, low.grads.dtype) == (jnp.float32, jnp.float32)
     assert low.weight == 3 * (2**24 + 1)  # more than float32 counts

@@ -203,7 +203,7 @@ def test_second_derivatives_with_forward_mode():
     same(all_three, scanned, 0.9, X, rtol=1e-3)
 
 
-@each
+@pytest.mark.parametrize(("fun", "budget"), CASES[1:])
 def test_vmap_of_the_gradient_and_gradient_of_the_vmap(fun, budget):
     def both_ways(f):
         of_sum = lambda w, xs: jax.vmap(f, (None, 2))(w, jnp.moveaxis(xs, 0, 2)).sum()

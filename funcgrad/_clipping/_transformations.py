@@ -57,11 +57,11 @@ def clip_by_total_norm(
       ValueError: As ``clip_grad_norm``, when the updates come.
 
     Example:
-      >>> opt = optax.chain(fg.clip_by_total_norm(1.0), optax.sgd(0.1))
+      >>> opt = optax.chain(fg.clip_by_total_norm(2.5), optax.sgd(0.5))
       >>> params = jnp.zeros(2)
       >>> updates, state = opt.update(jnp.array([3.0, 4.0]), opt.init(params), params)
       >>> updates, state[0].norm
-      (Array([-0.06, -0.08], dtype=float32), Array(5., dtype=float32))
+      (Array([-0.75, -1.  ], dtype=float32), Array(5., dtype=float32))
     """
     # None, since inject_hyperparams would make an array of a number.
     options = {"order": 2 if order is None else order, "eps": eps, "nonfinite": nonfinite}
