@@ -294,7 +294,7 @@ def test_bench_fails_when_a_task_was_wrong(monkeypatch, console, tmp_path):
 @pytest.mark.parametrize(
     "tasks, options, words",
     [
-        (["x"], {}, "a task is one of per-sample; got 'x'"),
+        (["x"], {}, "a task is one of per-sample, checkpointing; got 'x'"),
         ([], {"models": ["x"]}, "a model is one of mlp, .*; got 'x'"),
         ([], {"turns": 0}, "turns is 1 or more; got 0"),
     ],

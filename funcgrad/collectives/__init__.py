@@ -22,7 +22,10 @@ All are linear and right at any order, in forward mode, and under ``vmap``, ``sc
 a call on the wrong kind is refused, and derivatives may be taken inside ``shard_map`` or around
 it.  With ``check_vma=False`` nothing is checked, and derivatives are taken inside: there the
 gradient of a value that is the same on all devices is the same on all.  Around such a
-``shard_map`` JAX has another convention, and the first four raise.
+``shard_map`` JAX has another convention, and the first four raise where that can be seen.  It
+cannot where JAX reuses the derivative of a ``jit``, ``checkpoint`` or ``scan`` that was first
+differentiated inside: parts then come out divided by the number of devices.  Keep
+``check_vma=True``, or check with ``fg.assert_matches_unsharded``.
 """
 
 from funcgrad.collectives._calls import all_gather as all_gather
