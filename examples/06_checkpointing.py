@@ -133,7 +133,7 @@ figure.savefig(out / "06_checkpointing.png", dpi=110)
 assert "Near it: attended" in misspelt
 assert 32 < each[-1] < 100 / 3 and kept["nothing"] < 0.05 * kept["plain"]
 assert np.allclose(theirs, each, atol=0.5)
-assert extra["products"] < 4 and kept["products"] < 0.25 * kept["plain"]
+assert extra["products"] < 4 and kept["products"] < 0.3 * kept["plain"]
 under = fg.saved_tensors(fg.checkpoint(loss, budget=0.1), 0)(params, x).computed_bytes / 2**20
 assert under <= 0.1 * kept["plain"] and curve[5].recompute < 0.5 < curve[0].recompute
 for a, b in zip(jax.tree.leaves(planned), jax.tree.leaves(jax.grad(loss)(params, x)), strict=True):

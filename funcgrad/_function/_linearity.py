@@ -118,7 +118,7 @@ def transposed(
     try:
         back = jax.linear_transpose(lambda x: linear(x, list(residuals)), inputs)
         (out,) = back([values[i] for i in given])
-    except (NotImplementedError, AssertionError, ValueError) as error:
+    except (NotImplementedError, AssertionError, AttributeError, ValueError) as error:
         raise TypeError(f"{_refusal(name, words, None)} JAX says: {error}") from error
     return out
 
