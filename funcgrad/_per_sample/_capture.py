@@ -95,7 +95,7 @@ def _enters_as_weight(level: Level, index: int, position: int) -> bool:
 def _site(site: Site, operand: Any, weight: Any, slot: Any) -> Any:
     # The rules close over what is static, never over a value.
     norm_only = (slot.gram, slot.value.dtype) if isinstance(slot, NormSlot) else None
-    kind, use = jax.typeof(operand), site.formed or site
+    kind, use, has_slot = jax.typeof(operand), site.formed or site, slot is not None
     is_kept = norm_only is not None or use is not site
 
     @jax.custom_vjp
@@ -114,7 +114,7 @@ def _site(site: Site, operand: Any, weight: Any, slot: Any) -> Any:
             gram, dtype = norm_only
             norm = site_norm(site, operand, cotangent, gram).astype(dtype)
             return back, None, NormSlot(norm, gram)
-        return back, None, None if slot is None else cotangent
+        return back, None, cotangent if has_slot else None
 
     call.defvjp(forward, backward)
     return call(operand, weight, slot)
