@@ -235,7 +235,7 @@ def test_an_assigned_argument_is_refused():
         jax.grad(checkpoint_under_budget(fun, 0.5), argnums=1)(model, jnp.ones(8))
 
 
-@hypothesis.settings(max_examples=300 if DEEP else PROGRAMS // 20)
+@hypothesis.settings(max_examples=300 if DEEP else PROGRAMS // 10)
 @hypothesis.given(programs(), hypothesis.strategies.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
 def test_generated_programs_keep_their_budget_and_their_gradients(program, fraction):
     x, t = program.inputs()
