@@ -14,10 +14,8 @@ Hooks: ``grad_hook``, ``grad_hooks``, ``module_hooks``, ``name_outputs``, ``capt
 Proof against PyTorch: ``python -m funcgrad parity``, and ``funcgrad.parity``.
 """
 
-# Communication
+# Namespaces
 from funcgrad import collectives as collectives
-
-# Checkpointing
 from funcgrad import packs as packs
 from funcgrad import policies as policies
 
@@ -45,6 +43,8 @@ from funcgrad._hooks import grad_hook as grad_hook
 from funcgrad._hooks import grad_hooks as grad_hooks
 from funcgrad._hooks import module_hooks as module_hooks
 from funcgrad._hooks import name_outputs as name_outputs
+
+# Communication
 from funcgrad._matches_unsharded import assert_matches_unsharded as assert_matches_unsharded
 
 # Per-sample gradients
@@ -59,6 +59,8 @@ from funcgrad._per_sample import clipped_grad as clipped_grad
 from funcgrad._per_sample import per_sample as per_sample
 from funcgrad._per_sample import per_sample_grads as per_sample_grads
 from funcgrad._per_sample import per_sample_loss as per_sample_loss
+
+# Checkpointing
 from funcgrad._remat import KeptValue as KeptValue
 from funcgrad._remat import Plan as Plan
 from funcgrad._remat import SavedTensor as SavedTensor
