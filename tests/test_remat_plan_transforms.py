@@ -146,7 +146,8 @@ def test_loops_over_what_has_no_derivative(still):
         c, sums = lax.scan(body, x, None, length=2)
         return (c * sums.sum()).sum()
 
-    same(jax.grad, fun, 0.6, X)
+    # Newer JAX keeps less of tanh: hardly more than what cannot be run again.
+    same(jax.grad, fun, 0.6 if jax.__version_info__ < (0, 11) else 1.0, X)
 
 
 def test_a_while_loop_has_its_forward_mode():

@@ -143,7 +143,7 @@ def test_loops_count_their_iterations():
 def test_the_carry_of_a_loop_is_traced_to_the_step_before():
     saved = fg.saved_tensors(lambda w, x: layers(w, x))(WS, X)
     stacked = [t for t in saved if t.trips == 5]
-    assert {t.operation for t in stacked} <= {"tanh", "sub"}
+    assert {t.operation for t in stacked} <= {"tanh", "sub", "one_minus_square"}
 
 
 def test_an_argument_is_named_as_the_function_names_it():
@@ -210,7 +210,7 @@ def test_nnx_models_with_random_numbers():
     model = Net(nnx.Rngs(0))
     saved = fg.saved_tensors(lambda model, x: model(x), argnums=0)(model, X)
     operations = {t.operation for t in saved}
-    assert "tanh" in operations
+    assert operations & {"tanh", "one_minus_square"}  # newer JAX keeps 1 - tanh² alone
     assert model.dropout.rngs.count[...] == 0  # the trace has drawn nothing
 
 

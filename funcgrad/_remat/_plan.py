@@ -249,11 +249,11 @@ def plan(
     Example:
       >>> def fun(w, x):
       ...     for _ in range(4):
-      ...         x = jnp.tanh(x @ w)
+      ...         x = jnp.sin(x @ w)
       ...     return x.sum()
       >>> curve = plan(fun, [0.5, 1.0])(jnp.ones((8, 8)), jnp.ones((4, 8)))
       >>> [(plan.nbytes, plan.recompute_matmul) for plan in curve]
-      [(512, 0.0), (1024, 0.0)]
+      [(384, 0.25), (896, 0.0)]
 
     References:
       Chen et al., "Training deep nets with sublinear memory cost", 2016; Jain et al.,
