@@ -16,9 +16,13 @@ from funcgrad._jaxpr._rewrite import bind as bind
 from funcgrad._jaxpr._rewrite import evaluate as evaluate
 from funcgrad._jaxpr._rewrite import rewrite as rewrite
 from funcgrad._jaxpr._source import SourceLine as SourceLine
+from funcgrad._jaxpr._source import call_stack as call_stack
 from funcgrad._jaxpr._source import calling_line as calling_line
 from funcgrad._jaxpr._source import source_line as source_line
 from funcgrad._jaxpr._trace import Traced as Traced
 from funcgrad._jaxpr._trace import trace as trace
+from funcgrad._jaxpr._vjp import Differentiable as Differentiable
+from funcgrad._jaxpr._vjp import argument_names as argument_names
+from funcgrad._jaxpr._vjp import differentiable as differentiable
 from funcgrad._jaxpr._walk import Visit as Visit
 from funcgrad._jaxpr._walk import walk as walk

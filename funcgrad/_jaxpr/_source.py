@@ -1,6 +1,7 @@
 """The user's source line of an equation."""
 
 import dataclasses
+import functools
 import importlib.util
 import linecache
 import pathlib
@@ -39,6 +40,11 @@ class SourceLine:
         """The text of the line, empty where the source cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
+    @property
+    def is_library(self) -> bool:
+        """Whether it is a library's, of layers or of types, or this package's."""
+        return _is_passed_over(self.file, (_PACKAGE, *_LIBRARIES))
+
     def __str__(self) -> str:
         return f"{self.file}:{self.line} ({self.function})"
 
@@ -68,15 +74,25 @@ def calling_line() -> SourceLine | None:
 
 def _first(frames: Sequence[SourceLine], skipped: tuple[str, ...]) -> SourceLine | None:
     for frame in frames:
-        if frame.file.startswith(_USERS) or not frame.file.startswith(skipped):
+        if not _is_passed_over(frame.file, skipped):
             return frame
     return None
 
 
-def _frames(info: source_info_util.SourceInfo) -> list[SourceLine]:
+def _is_passed_over(file: str, skipped: tuple[str, ...]) -> bool:
+    return file.startswith(skipped) and not file.startswith(_USERS)
+
+
+@functools.lru_cache(maxsize=64)  # of an equation several things are asked, one after another
+def _frames(info: source_info_util.SourceInfo) -> tuple[SourceLine, ...]:
     """The frames of a traceback, innermost first."""
     frames = []
     for text in source_info_util.summarize(info, num_frames=1000).splitlines():
         if match := _FRAME.match(text):
             frames.append(SourceLine(match["file"], int(match["line"]), match["function"]))
-    return frames[::-1]
+    return tuple(frames[::-1])
+
+
+def call_stack(eqn: JaxprEqn) -> list[SourceLine]:
+    """The calls that led to ``eqn``, outermost first, JAX's own left out."""
+    return list(_frames(eqn.source_info)[::-1])

@@ -1,13 +1,13 @@
 """What a function keeps for its backward pass, as data."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from funcgrad._jaxpr import Traced, trace
+from funcgrad._jaxpr import Traced, differentiable, trace
+from funcgrad._jaxpr import argument_names as call_names
 from funcgrad._remat._inputs import is_array
 from funcgrad._remat._treemap import treemap
 from funcgrad._remat._values import SavedTensor, Scope, describe, origin
@@ -124,28 +124,9 @@ def saved_tensors(
     """
 
     def report(*args: Any, **kwargs: Any) -> SavedTensors:
-        places = _places(argnums, len(args))
-        names = _names(fun, args, kwargs)
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        traced_at = [i for i, leaf in enumerate(leaves) if _is_traceable(leaf, places is None)]
-
-        def pullback(arrays: list[Any]) -> Any:
-            filled = list(leaves)
-            for i, array in zip(traced_at, arrays, strict=True):
-                filled[i] = array
-            args, kwargs = jax.tree.unflatten(tree, filled)
-            chosen = range(len(args)) if places is None else places
-
-            def of_chosen(*some: Any) -> Any:
-                full = list(args)
-                for place, arg in zip(chosen, some, strict=True):
-                    full[place] = arg
-                return fun(*full, **kwargs)
-
-            return jax.vjp(of_chosen, *(args[i] for i in chosen), has_aux=has_aux)[1]
-
-        traced = trace(pullback, [leaves[i] for i in traced_at])
-        return SavedTensors(residuals(traced, tuple(names[i] for i in traced_at)))
+        call = differentiable(fun, args, kwargs, argnums, has_aux, "saved_tensors")
+        traced = trace(lambda arrays: call.vjp(arrays)[1], call.arrays)
+        return SavedTensors(residuals(traced, call.names))
 
     return report
 
@@ -157,52 +138,12 @@ def residuals(traced: Traced, names: tuple[str, ...], start: int = 0) -> tuple[S
     return tuple(describe(out.aval, origin(scope, out), names) for out in outs)
 
 
-def _places(argnums: int | Sequence[int] | None, count: int) -> list[int] | None:
-    if argnums is None:
-        return None
-    places = [argnums] if isinstance(argnums, int) else list(argnums)
-    for place in places:
-        if not -count <= place < count:
-            raise ValueError(
-                f"saved_tensors: argnums are positions among the {count} arguments given; "
-                f"got {place}."
-            )
-    return [place % count for place in places]
-
-
-def _is_traceable(leaf: Any, numbers_too: bool) -> bool:
-    # A plain number that is not differentiated may be a flag that the function branches on.
-    return is_array(leaf) or (numbers_too and isinstance(leaf, float | complex))
-
-
 def argument_names(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], arrays: Sequence[Any]
 ) -> tuple[str, ...]:
     """The path of each of the ``arrays``, which are those among the arguments."""
     leaves = jax.tree.leaves((args, kwargs))
-    names = _names(fun, args, kwargs)
+    names = call_names(fun, args, kwargs)
     found = [name for name, leaf in zip(names, leaves, strict=True) if is_array(leaf)]
     assert len(found) == len(arrays)
     return tuple(found)
-
-
-def _names(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """The path of each leaf of (args, kwargs), with the parameters' own names if known."""
-    try:
-        bound = inspect.signature(fun).bind(*args, **kwargs)
-        given = list(bound.arguments.items())
-    except (TypeError, ValueError):
-        given = []
-    names = []
-    for place, arg in enumerate(args):
-        name = f"args[{place}]"
-        if place < len(given) and given[place][1] is arg:
-            name = given[place][0]
-        names += [name + jax.tree_util.keystr(path) for path, _ in _leaves(arg)]
-    for path, _ in _leaves(kwargs):
-        names.append(f"{getattr(path[0], 'key', '')}{jax.tree_util.keystr(path[1:])}")
-    return names
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jax.tree_util.tree_leaves_with_path(tree)

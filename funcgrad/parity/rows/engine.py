@@ -4,16 +4,74 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from funcgrad.parity._table import Row, agree, error_of, row
+from funcgrad.parity._table import agree, error_of, row
 
-graph = Row(
+
+@row(
     "engine.graph",
-    "graph, grad_fn, next_functions",
-    "loss.grad_fn.next_functions",
-    "fg.graph(fun)(x)",
+    concept="graph, grad_fn, next_functions",
+    torch="loss.grad_fn.next_functions",
+    here="graph = fg.graph(fun)(x); graph.readers(node)",
     needs=("graph",),
-    note="The program is the graph: nodes, edges and source lines are read from the jaxpr.",
+    note="Read from the program, not recorded: both passes, with bytes, FLOPs and source lines.",
 )
+def graph():
+    """A net of four operations: what leads to what in the backward pass, and the shapes."""
+    import torch
+
+    import funcgrad as fg
+
+    w, s = torch.randn(3, 4, requires_grad=True), torch.randn(5, 1, requires_grad=True)
+    x = torch.randn(5, 3)
+    loss = torch.tanh((x @ w) * s).sum()
+
+    # next_functions, followed to the leaves; on each way the shape of the gradient.
+    called = {"SumBackward0": "sum", "TanhBackward0": "tanh", "MulBackward0": "mul"}
+    called |= {"MmBackward0": "matmul"}
+    theirs, waiting = {}, [loss.grad_fn]
+    while waiting:
+        fn = waiting.pop()
+        for after, _ in fn.next_functions:
+            if after is not None:
+                leaf = getattr(after, "variable", None)
+                name = called.get(after.name()) or ("w" if leaf is w else "s")
+                kept = [] if leaf is not None else _shape_of_gradient(after)
+                theirs[called[fn.name()], name] = leaf.shape if leaf is not None else kept
+                waiting.append(after)
+    loss.backward()
+
+    def fun(w, s, x):
+        product = x @ w  # matmul
+        scaled = product * s  # mul
+        squashed = jnp.tanh(scaled)  # tanh
+        return squashed.sum()  # sum
+
+    arrays = [jnp.asarray(t.detach().numpy()) for t in (w, s, x)]
+    found = fg.graph(fun, argnums=(0, 1))(*arrays)
+    ours = {}
+    # An operation of torch is one line here, of several primitives.
+    place = lambda node: node.name or node.line.code.rpartition("# ")[2]
+    for node in [node for node in found.backward if node.operation != "seed"]:
+        for after in found.readers(node):
+            if place(node) != place(after):
+                ours[place(node), place(after)] = node.outputs[0].shape
+
+    ways = sorted({*theirs, *ours})
+    return agree(
+        ways=([way in theirs for way in ways], [way in ours for way in ways], [True] * 5),
+        shapes=(
+            [size for way in ways for size in theirs[way]],
+            [size for way in ways for size in ours[way]],
+        ),
+        said={"ways": [" to ".join(way) for way in ways]},
+    )
+
+
+def _shape_of_gradient(fn):
+    """The list that will hold the shape of what reaches ``fn`` in the backward pass."""
+    shape = []
+    fn.register_prehook(lambda grads: shape.extend(grads[0].shape))
+    return shape
 
 
 @row(
