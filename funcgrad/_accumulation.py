@@ -54,7 +54,12 @@ def accumulate_grads(
     a size that does not divide     micro-batches are filled up with copies of a sample,
     the batch; ``mask=``            which is masked out: ``fun`` gives a loss per sample
     weights that add up to 0        value and gradients are 0
-    bfloat16, float16               added up in float32, and rounded once, at the end
+    bfloat16, float16               added up in float32, and rounded once, at the end; where
+                                    a sum in ``fun`` leaves the range of float16, scale
+                                    losses and weights by one constant, which cancels
+    each sample's gradient clipped  ``clipped_grad(chunk_size=)`` adds up by itself, also with
+                                    checkpoint and ``frozen``; inside ``shard_map`` ``psum``
+                                    its sums, once
     inside ``shard_map``            all devices together: one reduction after the last
                                     micro-batch (one for each dtype, and for each set of
                                     axes where parameters are sharded too)

@@ -86,8 +86,18 @@ def make_varying(tree: Any, axes: frozenset[str]) -> Any:
 
 def manual_axes() -> tuple[tuple[str, ...], bool]:
     """The mesh axes of the ``shard_map`` around, and whether types say what varies over them."""
-    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    return axes, all(varying_axes(jax.lax.axis_index(axis)) for axis in axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(mesh.manual_axes)
+    places = [jax.lax.axis_index(axis) for axis in axes]
+    for axis, place in zip(axes, places, strict=True):
+        # No public state says so; inside of jit the size may.
+        is_batched = type(place).__name__ == "BatchTracer"
+        if is_batched or jax.lax.axis_size(axis) != mesh.shape[axis]:
+            raise ValueError(
+                f"vmap: its axis_name is not that of a mesh axis of shard_map, of which JAX would "
+                f"reduce the one or the other; got {axis!r} for both. Rename one."
+            )
+    return axes, all(map(varying_axes, places))
 
 
 def is_transposing_shard_map() -> bool:

@@ -1,6 +1,7 @@
 """Compare a program on many devices with itself on one, and say what is off by which factor."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ _SAME = P()
 def assert_matches_unsharded(
     fun: Callable[..., Any],
     mesh: Mesh,
-    in_specs: Sequence[Any],
+    in_specs: P | Sequence[Any],
     out_specs: Any = _SAME,
     *,
     argnums: int | Sequence[int] | None = None,
@@ -45,7 +46,8 @@ def assert_matches_unsharded(
     Args:
       fun: Function of arrays or trees as one device has them, which returns such.
       mesh: The devices.
-      in_specs: One ``PartitionSpec`` for each argument, or a prefix of a tree of them.
+      in_specs: One ``PartitionSpec`` for each argument, or a prefix of a tree of them; or one
+        for all arguments.
       out_specs: The same for the result.
       argnums: Arguments to differentiate by; all with floating leaves by default.
       check_vma: As in ``jax.shard_map``.
@@ -60,8 +62,8 @@ def assert_matches_unsharded(
       AssertionError: Names each leaf that is off, whether the value or the gradient, the factor
         (the number of devices along an axis, one over it, another), or that devices hold terms
         of the sum, and what is likely wrong.
-      ValueError: The specs do not fit the arguments; the program on one device gives an infinity
-        or a NaN.
+      ValueError: The specs do not fit the arguments; ``unsharded`` returns another tree or other
+        dtypes than ``fun``; the program on one device gives an infinity or a NaN.
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,))
@@ -77,28 +79,30 @@ def assert_matches_unsharded(
     """
 
     def check(*args: Any) -> None:
-        if len(in_specs) != len(args):
+        ins = (in_specs,) * len(args) if isinstance(in_specs, P) else tuple(in_specs)
+        if len(ins) != len(args):
             raise ValueError(
-                f"{CALL}: in_specs has an entry for each argument; got {len(in_specs)} for "
+                f"{CALL}: in_specs has an entry for each argument; got {len(ins)} for "
                 f"{len(args)}. Write P() for what all devices have."
             )
         on_host = tuple(jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), args))
         numbers = _argnums(argnums, on_host)
-        specs = tuple(in_specs), out_specs
+        specs = ins, out_specs
         grid = _auto(mesh.devices, mesh)
         if unsharded is None:
             first = np.array(jax.local_devices()[:1]).reshape([1] * mesh.devices.ndim)
             single = _auto(first, mesh)
-            shapes = jax.eval_shape(_stacked(fun, single, specs[0], check_vma), *on_host)
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
-            weights = _weights(shapes)
-            whole = _on_each_device(fun, numbers, single, specs, check_vma, weights, on_host)
-            expected = jax.tree.map(lambda x: x[0], whole)
+            weights = _weights(_shapes(fun, single, ins, check_vma, on_host))
+            on_one = _on_each_device(fun, numbers, single, specs, check_vma, weights)
+            whole = lambda *args: jax.tree.map(lambda x: x[0], on_one(*args))
         else:
-            weights = _weights(jax.eval_shape(jax.jit(unsharded), *on_host))
-            expected = jax.jit(_with_grads(unsharded, numbers))(weights, *on_host)
-        got = _on_each_device(fun, numbers, grid, specs, check_vma, weights, on_host)
-        leaves = _leaves(expected, got, (out_specs, [in_specs[i] for i in numbers]), numbers)
+            shapes = jax.eval_shape(jax.jit(unsharded), *on_host)
+            _check_alike(shapes, _shapes(fun, grid, ins, check_vma, on_host))
+            weights = _weights(shapes)
+            whole = functools.partial(jax.jit(_with_grads(unsharded, numbers)), weights)
+        expected, moved = whole(*on_host), whole(*_nudged(on_host))
+        got = _on_each_device(fun, numbers, grid, specs, check_vma, weights)(*on_host)
+        leaves = _leaves(expected, moved, got, (out_specs, [ins[i] for i in numbers]), numbers)
         noise = _noise(leaves)
         said = [leaf.report(grid, check_vma, rtol, noise) for leaf in leaves]
         off = [line for line in said if line]
@@ -129,6 +133,35 @@ def _auto(devices: Any, mesh: Mesh) -> Mesh:
     return Mesh(devices, mesh.axis_names, axis_types=(AxisType.Auto,) * devices.ndim)
 
 
+def _shapes(fun: Any, mesh: Mesh, in_specs: Any, check_vma: bool, args: Any) -> Any:
+    """What ``fun`` returns on each device of ``mesh``, as shapes and dtypes."""
+    shapes = jax.eval_shape(_stacked(fun, mesh, in_specs, check_vma), *args)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+
+
+def _check_alike(unsharded: Any, own: Any) -> None:
+    """Raise unless both functions return the same tree of the same dtypes."""
+    kinds = [jax.tree.map(lambda x: str(x.dtype), shapes) for shapes in (unsharded, own)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"{CALL}: unsharded returns what fun returns, of the whole arguments; got {kinds[0]} "
+            f"of one and {kinds[1]} of the other."
+        )
+
+
+def _nudged(args: Any) -> Any:
+    """Arguments a rounding away, for what rounding does to each result."""
+    rng = np.random.default_rng(1)
+
+    def nudge(x: Any) -> Any:
+        if is_key(x) or not is_float(x):
+            return x
+        eps = float(jnp.finfo(jax.dtypes.canonicalize_dtype(x.dtype)).eps)
+        return np.asarray(_wide(x) * (1 + eps * rng.choice([-1, 1], x.shape)), x.dtype)
+
+    return jax.tree.map(nudge, args)
+
+
 def _weights(shapes: Any) -> Any:
     """Weights of the floating outputs, by which gradients are taken: 1 of a scalar."""
     rng = np.random.default_rng(0)
@@ -157,7 +190,7 @@ def _with_grads(fun: Callable[..., Any], numbers: list[int]) -> Callable[..., An
             full = list(args)
             for i, arg in zip(numbers, jax.tree.unflatten(tree, new), strict=True):
                 full[i] = arg
-            out = fun(*full)
+            out = jax.tree.map(jnp.asarray, fun(*full))
             return [x for x in jax.tree.leaves(out) if is_float(x)], out
 
         if not moving:
@@ -186,20 +219,25 @@ def _of_kind(weight: Any, value: Any) -> Any:
 
 
 def _on_each_device(
-    fun: Any, numbers: list[int], mesh: Mesh, specs: Any, check_vma: bool, weights: Any, args: Any
-) -> Any:
+    fun: Any, numbers: list[int], mesh: Mesh, specs: Any, check_vma: bool, weights: Any
+) -> Callable[..., Any]:
     """Outputs and gradients with the devices, in the order of the mesh, as their first axis."""
     in_specs, out_specs = specs
     weight_specs = jax.tree.unflatten(
         jax.tree.structure(weights), map(_spec, broadcast_prefix(out_specs, weights, CALL))
     )
-    specs, full = (weight_specs, *in_specs), (weights, *args)
-    flat, tree = jax.tree.flatten(full)
-    placed = map(_place, flat, broadcast_prefix(specs, full, CALL), [mesh] * len(flat))
+    specs = (weight_specs, *in_specs)
     mapped = _stacked(_with_grads(fun, numbers), mesh, specs, check_vma)
     # Each process sees the values of all.
-    run = jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
-    return run(*jax.tree.unflatten(tree, placed))
+    compiled = jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
+
+    def run(*args: Any) -> Any:
+        flat, tree = jax.tree.flatten((weights, *args))
+        each = broadcast_prefix(specs, (weights, *args), CALL)
+        placed = [_place(x, spec, mesh) for x, spec in zip(flat, each, strict=True)]
+        return compiled(*jax.tree.unflatten(tree, placed))
+
+    return run
 
 
 def _stacked(fun: Any, mesh: Mesh, in_specs: Any, check_vma: bool) -> Any:
@@ -242,6 +280,8 @@ class _Leaf:
     spec: P
     whole: np.ndarray
     got: np.ndarray
+    rounding: float
+    """By how much ``whole`` moves where its arguments are rounded."""
 
     def report(self, mesh: Mesh, check_vma: bool, rtol: float | None, noise: float) -> str | None:
         """What is off and why, in words; ``None`` if nothing is."""
@@ -257,6 +297,8 @@ class _Leaf:
             return None if same else f"{self.name} differs in {np.sum(parts != self.got)} entries."
         allowed = rtol if rtol is not None else float(jnp.finfo(self.whole.dtype).eps) ** 0.6
         should, have = _wide(parts), _wide(self.got)
+        if self.whole.any():  # what is zero says nothing of the terms that it is made of
+            noise = min(noise, 64 * self.rounding)
         allowed = allowed * np.linalg.norm(_wide(self.whole)) + noise
         near = lambda a, b: bool(_norms(a - b).max(initial=0.0) <= allowed)
         if near(should, have):
@@ -341,12 +383,17 @@ def _axes_of(spec: P) -> set[str]:
     return {axis for entry in entries for axis in entry if isinstance(axis, str)}
 
 
-def _leaves(expected: Any, got: Any, specs: Any, numbers: list[int]) -> list[_Leaf]:
+def _leaves(expected: Any, moved: Any, got: Any, specs: Any, numbers: list[int]) -> list[_Leaf]:
+    plain = lambda x: jax.random.key_data(x) if is_key(x) else x
+    expected, moved, got = jax.tree.map(plain, (expected, moved, got))
     leaves = []
-    for is_grad, (whole, each, spec) in enumerate(zip(expected, got, specs, strict=True)):
+    for is_grad, (whole, near, each, spec) in enumerate(
+        zip(expected, moved, got, specs, strict=True)
+    ):
         paths = jax.tree_util.tree_leaves_with_path(whole)
-        each, spec = jax.tree.leaves(each), broadcast_prefix(spec, whole, CALL)
-        for (path, leaf), own, at in zip(paths, each, spec, strict=True):
+        near, each = jax.tree.leaves(near), jax.tree.leaves(each)
+        spec = broadcast_prefix(spec, whole, CALL)
+        for (path, leaf), other, own, at in zip(paths, near, each, spec, strict=True):
             name = f"the value{keystr(path)}"
             if is_grad:
                 name = f"the gradient of args[{numbers[path[0].idx]}]{keystr(path[1:])}"
@@ -356,12 +403,15 @@ def _leaves(expected: Any, got: Any, specs: Any, numbers: list[int]) -> list[_Le
                     f"{CALL}: on one device all is finite; got an infinity or a NaN in {name}. "
                     "There is nothing to compare with."
                 )
-            leaves.append(_Leaf(name, bool(is_grad), _spec(at), leaf, np.asarray(own)))
+            moves = np.linalg.norm(_wide(leaf) - _wide(np.asarray(other)))
+            rounding = float(moves) if np.isfinite(moves) else np.inf
+            own = np.asarray(own)
+            leaves.append(_Leaf(name, bool(is_grad), _spec(at), leaf, own, rounding))
     return leaves
 
 
 def _noise(leaves: list[_Leaf]) -> float:
-    """What rounding may leave in a leaf that is zero: a few units of the largest."""
+    """What rounding may leave in any leaf: a few units of the largest."""
     floats = [leaf.whole for leaf in leaves if is_float(leaf.whole)]
     units = [float(jnp.finfo(x.dtype).eps) * float(np.linalg.norm(_wide(x))) for x in floats]
     return 4 * max(units, default=0.0)

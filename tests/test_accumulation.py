@@ -239,21 +239,35 @@ def test_with_checkpoint_inside_and_derivatives_outside():
     np.testing.assert_allclose(many[0], value, rtol=1e-5)
 
 
-def test_clipping_each_sample_inside_a_micro_batch():
-    params, tokens, targets = make_net()
+def test_clipped_sample_gradients_add_up_by_chunks_with_one_reduction():
+    rng = np.random.default_rng(0)
+    params = {k: rng.normal(size=s).astype(np.float32) for k, s in {"w": (4, 4), "v": 4}.items()}
+    x, y = (rng.normal(size=s).astype(np.float32) for s in [(16, 4), 16])
 
-    def loss(params, tokens, targets):
-        return net(params, tokens[None], targets[None])[0][0]
+    @jax.checkpoint
+    def loss(params, x, y):
+        return (jnp.maximum(params["w"] @ x, 0) @ params["v"] - y) ** 2
 
-    def clipped(params, tokens, targets):
-        frozen = lax.stop_gradient(params)
-        norms = fg.per_sample(loss)(frozen, tokens, targets).norms()
-        losses = jax.vmap(loss, (None, 0, 0))(params, tokens, targets)
-        return losses * jnp.minimum(1, 0.5 / norms), jnp.ones(losses.shape)
+    # A sample at a time, the frozen leaf outside of the norm.
+    expected, norms = np.zeros(4), []
+    for x_i, y_i in zip(np.float64(x), np.float64(y), strict=True):
+        hidden = np.maximum(params["w"] @ x_i, 0)
+        grad = 2 * (hidden @ params["v"] - y_i) * hidden
+        norms.append(np.linalg.norm(grad))
+        expected += grad * min(1, 2 / max(norms[-1], 1e-9))
+    assert min(norms) < 2 < max(norms)
 
-    out = run(clipped, 4, params, tokens, targets)
-    expected = jax.jit(fg.clipped_grad(loss, max_norm=0.5, mean_over=10))(params, tokens, targets)
-    assert_close(out.grads, expected.grads)
+    clipped = fg.clipped_grad(loss, max_norm=2.0, chunk_size=2, frozen="w")
+    local = lambda *args: lax.psum(clipped(*args).grads, "data")
+    step = jax.shard_map(
+        local, mesh=make_mesh(), in_specs=(P(), P("data"), P("data")), out_specs=P()
+    )
+    got = jax.jit(step)(params, x, y)
+    assert got["w"] is None
+    np.testing.assert_allclose(got["v"], expected, rtol=1e-4, atol=1e-5)
+    assert [trips for _, trips in psums(step, params, x, y)] == [1]
+    halves = [clipped(params, x[i : i + 8], y[i : i + 8]).grads["v"] for i in (0, 8)]
+    np.testing.assert_allclose(sum(halves), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_memory_does_not_grow_with_the_number_of_micro_batches():

@@ -229,6 +229,22 @@ def test_sharded_arrays_give_the_norm_of_the_whole(how, kind, order):
             assert g.sharding.is_equivalent_to(placed[name].sharding, g.ndim)
 
 
+@pytest.mark.parametrize(
+    ("specs", "n_sets"),
+    [
+        ([P("data"), P(None, "data"), P("data"), P("data"), P(), P()], 1),
+        ([P("data"), P(None, "data"), P("model"), P("model"), P(("data", "model")), P()], 3),
+    ],
+)
+def test_under_jit_leaves_are_reduced_together_and_not_each_by_itself(specs, n_sets):
+    tree = [np.ones((8, 8), np.float32) for _ in specs]
+    spread = [NamedSharding(make_mesh(), spec) for spec in specs]
+    clip = jax.jit(lambda g: fg.clip_grad_norm(g, 1.0), in_shardings=(spread,))
+    text = clip.lower(tree).compile().as_text()
+    main = text[text.index("\nENTRY") :]  # without the branch for subnormal norms
+    assert main.count(" all-reduce(") == n_sets
+
+
 def test_arrays_on_a_mesh_and_on_one_device_together():
     mesh = make_mesh(kind=EXPLICIT)
     grads = [jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data"))), jnp.array([2.0])]

@@ -106,6 +106,11 @@ def close(got, expected):
         np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-6)
 
 
+def bend(x):
+    """No sine or tanh, of which the compiler makes long programs."""
+    return x / (1 + x * x)
+
+
 def nested(op):
     """Rows by vmap, of those rows by scan, each checkpointed and compiled by itself."""
     return jax.vmap(lambda x: lax.map(jax.checkpoint(jax.jit(op)), x), in_axes=1, out_axes=-1)
@@ -115,17 +120,17 @@ def losses(case, lift=lambda op: op):
     """The loss of a device, and that of the stack; each device weighs its own entries."""
 
     def weigh(y, own):
-        return jnp.sin(y) * (1 + 0.1 * jnp.arange(y.size).reshape(y.shape) + own)
+        return bend(y) * (1 + 0.1 * jnp.arange(y.size).reshape(y.shape) + own)
 
     def local(x):
-        y = lift(lambda x: case.local(jnp.tanh(x), "tp"))(x if case.takes_same else x[0])
+        y = lift(lambda x: case.local(bend(x), "tp"))(x if case.takes_same else x[0])
         if case.gives_same:
             return weigh(y, 0.0).sum()
         return co.reduce(weigh(y, lax.axis_index("tp").astype(x.dtype)).sum(), "tp")
 
     def whole(x):
         each = jnp.stack([x] * N) if case.takes_same else x
-        ys = jnp.tanh(each)
+        ys = bend(each)
         if lift is nested:
             rows = [[case.stacked(ys[:, i, j]) for i in range(2)] for j in range(2)]
             ys = jnp.stack([jnp.stack(row, 1) for row in rows], -1)
@@ -146,43 +151,39 @@ def spec_of(case):
     return P() if case.takes_same else P("tp")
 
 
-@VMA
+def derivatives(loss, x):
+    value, grad = jax.value_and_grad(loss)(x)
+    tangents = jax.jvp(jax.value_and_grad(loss), (x,), (1 + x,))[1]
+    return value, grad, tangents
+
+
 @each_case
-def test_value_gradient_tangent_and_second_order_are_those_of_the_whole(case, check_vma):
+def test_value_gradient_tangent_and_second_order_are_those_of_the_whole(case):
     local, whole = losses(case)
     x, spec = inputs(case), spec_of(case)
-
-    def derivatives(loss, x):
-        value, grad = jax.value_and_grad(loss)(x)
-        tangents = jax.jvp(jax.value_and_grad(loss), (x,), (jnp.cos(x),))[1]
-        return value, grad, tangents
-
-    fun = functools.partial(derivatives, local)
-    inside = shard(fun, spec, (P(), spec, (P(), spec)), check_vma)
-    close(compiled(inside)(x), compiled(functools.partial(derivatives, whole))(x))
+    expected = compiled(functools.partial(derivatives, whole))(x)
+    for check_vma in (True, False):
+        fun = functools.partial(derivatives, local)
+        inside = shard(fun, spec, (P(), spec, (P(), spec)), check_vma)
+        close(compiled(inside)(x), expected)
+    around = shard(local, spec, P())  # under types
+    close(compiled(jax.grad(around))(x), expected[1])
 
 
-@VMA
 @each_case
-def test_under_vmap_scan_checkpoint_and_jit_together(case, check_vma):
+def test_under_vmap_scan_checkpoint_and_jit_together(case):
     if not DEEP and case.name in ("all_gather", "reduce_scatter", "all_to_all"):
         pytest.skip("of the four that are JAX's own, one is enough here")
     local, whole = losses(case, nested)
     x, spec = inputs(case, 2, 2), spec_of(case)
 
     def both(loss, x):
-        return jax.grad(loss)(x), jax.jvp(loss, (x,), (jnp.cos(x),))[1]
+        return jax.grad(loss)(x), jax.jvp(loss, (x,), (1 + x,))[1]
 
-    inside = shard(functools.partial(both, local), spec, (spec, P()), check_vma)
-    close(compiled(inside)(x), compiled(functools.partial(both, whole))(x))
-
-
-@each_case
-def test_under_types_the_gradient_is_taken_around_as_well_as_inside(case):
-    local, whole = losses(case)
-    x = inputs(case)
-    around = shard(local, spec_of(case), P())
-    close(compiled(jax.grad(around))(x), compiled(jax.grad(whole))(x))
+    expected = compiled(functools.partial(both, whole))(x)
+    for check_vma in (True, False):
+        inside = shard(functools.partial(both, local), spec, (spec, P()), check_vma)
+        close(compiled(inside)(x), expected)
 
 
 CHAIN = ("copy", "split", "reduce", "gather", "all_gather", "reduce_scatter", "all_to_all", "shift")
@@ -228,7 +229,7 @@ def run_local(steps, x, weights):
     for i, (kind, axis) in enumerate(steps):
         x = getattr(co, kind)(x, axis, **OPTIONS.get(kind, {}))
         same[axis] = kind in ("reduce", "gather")
-        x = jnp.tanh(x)
+        x = bend(x)
         for name in "ab":
             if not same[name]:  # the weight of a device: where all go on alike, none has one
                 w, other = weights[name][0, i], "ba"["ab".index(name)]
@@ -250,7 +251,7 @@ def run_stacked(steps, x, weights):
         grid = per_row(grid)
         grid = grid.swapaxes(0, 1) if at == 0 else grid
         same[axis] = kind in ("reduce", "gather")
-        grid = jnp.tanh(grid)
+        grid = bend(grid)
         for name in "ab":
             if not same[name]:
                 w = weights[name][:, i]
@@ -263,15 +264,16 @@ def run_stacked(steps, x, weights):
     return total.sum()
 
 
-@VMA
 @settings(max_examples=100 if DEEP else 3)
 @given(steps=chains())
-def test_random_chains_over_two_axes(check_vma, steps):
+def test_random_chains_over_two_axes(steps):
     x, weights = random(2, 2), {"a": random(2, 6, seed=1), "b": random(2, 6, seed=2)}
     specs = (P(), {"a": P("a"), "b": P("b")})
     grads = lambda run: jax.value_and_grad(functools.partial(run, steps), (0, 1))
-    inside = shard(grads(run_local), specs, (P(), specs), check_vma, make_mesh((2, 2)))
-    close(compiled(inside)(x, weights), compiled(grads(run_stacked))(x, weights))
+    expected = compiled(grads(run_stacked))(x, weights)
+    for check_vma in (True, False):
+        inside = shard(grads(run_local), specs, (P(), specs), check_vma, make_mesh((2, 2)))
+        close(compiled(inside)(x, weights), expected)
 
 
 # What goes over the wire, and back
@@ -343,6 +345,69 @@ def test_several_mesh_axes_count_as_one(check_vma):
 
 
 @VMA
+def test_several_axes_count_devices_in_the_order_of_their_names(check_vma):
+    x, names = random(8, 2), ("b", "a")  # the mesh has them the other way round
+    spec = P(names)
+
+    def local(x):
+        whole = co.gather(x, names, axis=0)
+        rows = (1 + lax.axis_index(names)) * whole  # each device has its own
+        send = lambda x: (co.shift(x, names, 3) * (1 + lax.axis_index(names))).sum()
+        return (
+            whole, co.split(whole, names, axis=0), co.shift(x, names),
+            co.shift(x, names, -3, wrap=False), co.all_to_all(rows, names),
+            co.reduce_scatter(rows, names), jax.grad(send)(x),
+        )  # fmt: skip
+
+    specs = (P(), spec, spec, spec, spec, spec, spec)
+    run = compiled(shard(local, spec, specs, check_vma, make_mesh((2, 4))))
+    whole, own, moved, back, sent, summed, grads = run(x)
+    places = 1 + np.arange(8.0)
+    np.testing.assert_array_equal(whole, x)
+    np.testing.assert_array_equal(own, x)
+    np.testing.assert_array_equal(moved, np.roll(x, 1, 0))
+    np.testing.assert_array_equal(back, np.concatenate([x[3:], np.zeros((3, 2))]))
+    close(sent, (x[:, None] * places[:, None]).reshape(64, 2))
+    close(summed, 36 * x)
+    close(grads, np.broadcast_to(np.roll(places, -3)[:, None], (8, 2)))
+
+
+@VMA
+def test_what_is_empty_stays_empty_with_its_type(check_vma):
+    def local(xs):
+        pairs = [
+            jax.vjp(lambda x, c=case: c.local(x, "tp"), x)
+            for case, x in zip(CASES, xs, strict=True)
+        ]
+        return [y for y, _ in pairs], [pull(y)[0] for y, pull in pairs]
+
+    specs, outs = [spec_of(c) for c in CASES], [P() if c.gives_same else P("tp") for c in CASES]
+    xs = [jnp.zeros((4 if case.takes_same else 16, 0, 4)) for case in CASES]
+    ys, grads = compiled(shard(local, (specs,), (outs, specs), check_vma))(xs)
+    for case, y, grad, x in zip(CASES, ys, grads, xs, strict=True):
+        each = case.stacked(np.zeros((N, 4, 0, 4)))
+        assert y.shape == (each[0] if case.gives_same else np.concatenate(each)).shape
+        assert grad.shape == x.shape
+
+
+@VMA
+def test_an_axis_that_is_left_to_the_compiler(check_vma):
+    mesh, x = make_mesh((2, 2)), random(4, 4)
+
+    def local(x):
+        y = co.gather(jnp.sin(co.split(jnp.tanh(co.reduce(x, "a")), "a")), "a")
+        return jnp.sin(y).sum()
+
+    whole = lambda x: jnp.sin(jnp.sin(jnp.tanh(x[:2] + x[2:]))).sum()
+    inside = jax.shard_map(
+        jax.grad(local), mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"},
+        check_vma=check_vma,
+    )  # fmt: skip
+    placed = jax.device_put(x, NamedSharding(mesh, P("a", "b")))
+    close(compiled(inside)(placed), compiled(jax.grad(whole))(x))
+
+
+@VMA
 def test_without_jit_and_with_an_explicit_mesh(check_vma):
     mesh = make_mesh((N,), AxisType.Explicit)
     x, w = random(3), random(3, 4, seed=1)
@@ -370,7 +435,7 @@ def test_an_axis_of_one_device_changes_nothing(check_vma):
 
     np.testing.assert_array_equal(compiled(shard(local, P(), P(), check_vma, mesh))(x), x)
     if not check_vma:  # around it nothing is divided by one
-        jax.grad(lambda x: shard(local, P(), P(), False, mesh)(x).sum())(x)
+        jax.eval_shape(jax.grad(lambda x: shard(local, P(), P(), False, mesh)(x).sum()), x)
 
 
 # What is refused
@@ -388,6 +453,19 @@ def test_outside_of_shard_map_and_over_other_axes():
         jax.shard_map(
             part, mesh=make_mesh((2, 2)), in_specs=P("a"), out_specs=P("a"), axis_names={"a"}
         )(jnp.ones(2))
+
+
+@VMA
+def test_an_axis_named_twice_and_one_hidden_by_vmap_are_refused(check_vma):
+    twice = shard(lambda x: co.split(x, ("tp", "tp")), P(), P("tp"), check_vma)
+    with pytest.raises(
+        ValueError, match=r"split: axis_name names each axis once; got \('tp', 'tp'"
+    ):
+        jax.eval_shape(twice, jnp.ones((4, 16)))
+    for rows in (2, N):  # JAX would move rows of the vmap, not values between devices
+        hidden = lambda x: jax.vmap(lambda x: co.shift(x, "tp"), axis_name="tp")(x)
+        with pytest.raises(ValueError, match="not that of a mesh axis of shard_map.* got 'tp'"):
+            jax.eval_shape(shard(hidden, P("tp"), P("tp"), check_vma), jnp.ones((4 * rows, 2)))
 
 
 @each_case
@@ -432,8 +510,8 @@ def test_without_types_the_others_have_gradients_around_too(name):
         return jnp.sin(case.local(x[0], "tp"))[None]
 
     fun = shard(local, P("tp"), P("tp"), check_vma=False)
-    got = jax.jit(jax.grad(lambda x: fun(x).sum()))(x)
-    close(got, jax.grad(lambda x: jnp.sin(case.stacked(x)).sum())(x))
+    got = compiled(jax.grad(lambda x: fun(x).sum()))(x)
+    close(got, compiled(jax.grad(lambda x: jnp.sin(case.stacked(x)).sum()))(x))
 
 
 def test_lengths_that_do_not_divide_and_axes_that_are_not_there():

@@ -113,6 +113,22 @@ def test_other_factors_zero_and_no_factor():
     assert "is not finite" in words(lambda w, x: mean_loss(w, x) / 0.0, W, X, unsharded=local_loss)
 
 
+def test_a_small_gradient_is_looked_at_beside_a_large_value():
+    def loss(w, x):  # the second term, the same on all devices, is summed
+        return 1e6 * mean_loss(w["a"], x) + 1e-3 * lax.psum(jnp.sum(w["b"] ** 2), "data")
+
+    def whole(w, x):
+        return 1e6 * local_loss(w["a"], x) + 1e-3 * jnp.sum(w["b"] ** 2)
+
+    text = words(loss, {"a": W, "b": W}, X, unsharded=whole)
+    assert "1 of 4 leaves" in text
+    assert "args[0]['b'] is 4 times what it should be" in text
+
+    # What should be zero, and is what rounding leaves, is no mistake.
+    centred = lambda w, x: lax.pmean(jax.nn.softmax(x + w).mean() + 1e-3 * (x @ w).mean(), "data")
+    fg.assert_matches_unsharded(centred, make_mesh(), SPECS)(W, X)
+
+
 def test_layers_trees_two_axes_and_parts_of_every_leaf():
     mesh = make_mesh((2, 2), ("data", "tp"))
     a, b = np.random.default_rng(1).normal(size=(2, 3, 4))
@@ -160,6 +176,25 @@ def test_a_random_key_and_float64(x64):
     fg.assert_matches_unsharded(loss, make_mesh(), (*SPECS, P()))(*args)
 
 
+def test_one_spec_for_all_arguments_and_results_that_are_keys_or_numbers():
+    def fun(x, key):
+        own = jax.random.fold_in(key[0], 1)
+        return jnp.sin(x), own[None], lax.psum(x.sum(), "data"), 2.0, 3
+
+    out = (P("data"), P("data"), P(), P(), P())
+    args = X, jax.random.split(jax.random.key(0), 4)
+    whole = lambda x, key: (
+        jnp.sin(x), jax.vmap(lambda k: jax.random.fold_in(k, 1))(key), x.sum(), 2.0, 3,
+    )  # fmt: skip
+    check = functools.partial(
+        fg.assert_matches_unsharded, mesh=make_mesh(), in_specs=P("data"), out_specs=out
+    )
+    check(fun, argnums=(), unsharded=whole)(*args)
+    wrong = lambda x, key: (lambda y: (y[0], key, *y[2:]))(fun(x, key))
+    with pytest.raises(AssertionError, match=r"1 of 5 leaves are off.*\n.*value\[1\] differs"):
+        check(wrong, argnums=(), unsharded=whole)(*args)
+
+
 def test_misuse():
     check = functools.partial(fg.assert_matches_unsharded, mean_loss, make_mesh())
     with pytest.raises(ValueError, match="an entry for each argument; got 1 for 2"):
@@ -172,6 +207,9 @@ def test_misuse():
         check(SPECS)(W.at[0].set(jnp.nan), X)
     with pytest.raises(ValueError, match=r"a spec divides what it is of; .* of shape \[1, 3\]"):
         fg.assert_matches_unsharded(lambda w, x: x[:1], make_mesh(), SPECS, P("data"))(W, X)
+    other = lambda w, x: {"loss": local_loss(w, x)}
+    with pytest.raises(ValueError, match="unsharded returns what fun returns, .*; got {'loss': 'f"):
+        check(SPECS, unsharded=other)(W, X)
     assert "got shape [2, 3], where the part has [1, 3]" in words(
         lambda w, x: x[:4], W, X, out=P("data")
     )

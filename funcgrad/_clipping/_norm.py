@@ -34,7 +34,8 @@ def global_norm(grads: Any, *, order: Any = 2, frozen: LeafSpec = None, specs: A
     No finite entry overflows or underflows on the way, in any floating dtype.  The same call is
     right for arrays on one device, for sharded arrays (eager or under ``jit``, of explicit
     kind or not), and inside ``shard_map``, where it is the norm of the whole: parts are added
-    up, copies are counted once, by one reduction for all leaves.  Under ``vmap`` it gives a
+    up, copies are counted once, by one reduction for all leaves.  Under ``jit`` the compiler
+    joins the leaves' reductions to one for each set of mesh axes.  Under ``vmap`` it gives a
     norm per sample.
 
     PyTorch: ``torch.nn.utils.get_total_norm``, whose order 0 counts tensors, not entries.

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from funcgrad._compat import make_varying, manual_axes, varying_axes
@@ -29,8 +31,9 @@ def copy(x: Any, axis_name: AxisName) -> Any:
       A tree equal to ``x``.
 
     Raises:
-      ValueError: No such axis; ``x`` is known to differ along it; or, when transposed, the
-        derivative is taken around a ``shard_map(check_vma=False)``.
+      ValueError: No such axis, one named twice, or one whose name a ``vmap`` around has too; ``x``
+        is known to differ along it; or, when transposed, the derivative is taken around a
+        ``shard_map(check_vma=False)``.
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("tp",), (jax.sharding.AxisType.Auto,))
@@ -299,8 +302,12 @@ def shift(x: Any, axis_name: AxisName, by: int = 1, *, wrap: bool = True) -> Any
     names, typed = _names("shift", axis_name)
     size = lax.axis_size(names)
     goals = [(i, i + by) for i in range(size)]
-    pairs = [(i, to % size) for i, to in goals if wrap or 0 <= to < size]
-    one = lambda leaf: lax.ppermute(leaf, names, pairs)
+    # ppermute counts devices in the order of the mesh, whatever the order of the names.
+    ordered = tuple(name for name in manual_axes()[0] if name in names)
+    grid = np.arange(size).reshape([lax.axis_size(name) for name in ordered])
+    place = grid.transpose([ordered.index(name) for name in names]).ravel().tolist()
+    pairs = [(place[i], place[to % size]) for i, to in goals if wrap or 0 <= to < size]
+    one = lambda leaf: lax.ppermute(leaf, ordered, pairs)
     return _each("shift", x, names, typed, False, one)
 
 
@@ -315,6 +322,8 @@ def _names(call: str, axis_name: AxisName) -> tuple[tuple[str, ...], bool]:
             f"{call}: axis_name is a mesh axis of the shard_map around; got {axis_name!r}, and "
             f"the axes here are {around}. Call it inside jax.shard_map, with its axis."
         )
+    if len(set(names)) < len(names):
+        raise ValueError(f"{call}: axis_name names each axis once; got {axis_name!r}.")
     return names, typed
 
 
@@ -329,7 +338,7 @@ def _each(
     """``one`` of each leaf, after a look at what the types say of it."""
 
     def checked(path: Any, leaf: Any) -> Any:
-        leaf = jax.numpy.asarray(leaf)
+        leaf = jnp.asarray(leaf)
         differs = [name for name in names if name in varying_axes(leaf)]
         same = [name for name in names if name not in differs]
         if typed and takes_same and differs:
@@ -344,7 +353,10 @@ def _each(
                 f"that is the same along {_list(same)}. Leave the call out, or make it the "
                 "devices' own first (copy, split)."
             )
-        return one(leaf)
+        if leaf.size:
+            return one(leaf)
+        empty = jax.eval_shape(one, leaf)  # nothing to send, which XLA cannot do
+        return make_varying(jnp.zeros(empty.shape, empty.dtype), varying_axes(empty))
 
     return jax.tree_util.tree_map_with_path(checked, x)
 
