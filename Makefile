@@ -14,7 +14,7 @@ NEWEST_PY = $(NEWEST_VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep test-newest bench lint format clean
+.PHONY: help demo test test-deep test-newest bench bench-peers lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,12 @@ test-newest: $(NEWEST_VENV)/.installed ## the same on the newest Python and JAX,
 
 bench: $(VENV)/.installed ## compare with other ways, in time and memory
 	$(PY) -m funcgrad bench $(BENCH_ARGS)
+
+# Without their dependencies, most of which are here already: theirs would bring torch with CUDA.
+PEERS = opacus backpack-for-pytorch jax-privacy
+PEERS_NEED = chex toolz opt_einsum einops einshape unfoldnd
+bench-peers: $(VENV)/.installed ## install the libraries that bench compares with; absent otherwise
+	$(PY) -m pip install --no-deps $(PEERS) $(PEERS_NEED)
 
 lint: $(VENV)/.installed ## ruff and pyright
 	$(PY) -m ruff check

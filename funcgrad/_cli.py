@@ -72,20 +72,28 @@ def _app() -> Any:
 
     @app.command()
     def bench(
-        tasks: Annotated[list[str] | None, typer.Argument(help="per-sample; all, if none.")] = None,
+        tasks: Annotated[list[str] | None, typer.Argument(help="All, if none.")] = None,
+        quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, one turn.")] = False,
+        full: Annotated[bool, typer.Option("--full", help="Over ranges of sizes too.")] = False,
+        html: Annotated[bool, typer.Option("--html", help="Write one page of all.")] = False,
+        json: Annotated[
+            bool, typer.Option("--json", help="Print the figures as JSON, not as tables.")
+        ] = False,
         model: Annotated[list[str] | None, typer.Option(help="Models; all, if none.")] = None,
         turns: Annotated[int, typer.Option(min=1, help="Calls of each contender.")] = 5,
-        scaling: Annotated[bool, typer.Option("--scaling", help="Draw curves too.")] = False,
         resume: Annotated[
             bool, typer.Option("--resume", help="Keep what an interrupted run has measured.")
         ] = False,
+        source: Annotated[
+            Path | None, typer.Option("--from", help="Folder of figures to report; runs nothing.")
+        ] = None,
         out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("funcgrad-bench"),
-        quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, one turn.")] = False,
     ) -> None:
         """Compare time and memory with other ways to the same numbers."""
         from funcgrad.bench import run
 
-        options = {"models": model or (), "turns": turns, "scaling": scaling, "resume": resume}
+        options: dict[str, Any] = {"models": model or (), "turns": turns, "resume": resume}
+        options |= {"full": full, "html": html, "json": json, "source": source}
         raise typer.Exit(run(out, tasks or (), quick=quick, **options))
 
     return app

@@ -1,7 +1,7 @@
 """The task ``checkpointing``: budgets against policies on one transformer, written three ways."""
 
 import dataclasses
-import datetime
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,13 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 import funcgrad as fg
-from funcgrad.bench._measure import Machine
-from funcgrad.bench._options import Options
+from funcgrad.bench._options import Options, Progress
+from funcgrad.bench._tables import Column, Plot, Row, Table
 
 BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 _MIB = 2**20
@@ -108,33 +105,25 @@ MODELS: Mapping[str, Callable[[Size], tuple[Callable[..., Any], Any]]] = {
 }
 
 
-def checkpointing(
-    console: Console, options: Options, save: Callable[[dict[str, Any]], object]
-) -> tuple[dict[str, Any], bool]:
-    """Plan each model; the figures, and whether no policy did better and all numbers are right."""
-    names = options.models or tuple(MODELS)
-    if unknown := [name for name in names if name not in MODELS]:
-        raise ValueError(
-            f"bench checkpointing: a model is one of {', '.join(MODELS)}; got {unknown[0]!r}."
-        )
+ON_TORCH = "torch's graph"
+NAMES = (*MODELS, ON_TORCH) if importlib.util.find_spec("torch") else tuple(MODELS)
+NOTES = (
+    "One transformer, written three ways; kept: what the backward pass holds of the forward pass.",
+    "Runs again: operations and half of the bytes moved, over those of the forward pass; planned "
+    "at equal bytes: the same for a plan within what the policy keeps, and never more.",
+    "Time over plain: of a step, in turns with the step without a budget. Temporaries are of the "
+    "compiled step.",
+    "torch's graph: what torch's dp solver keeps of its own joint graph under each budget, and "
+    "ours on the same graph at no more bytes; work as torch estimates it.",
+)
+
+
+def measure(name: str, options: Options, progress: Progress) -> dict[str, Any]:
+    """Plan one model within budgets, and within the bytes of each policy."""
     size = QUICK if options.quick else Size()
-    results: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": dataclasses.asdict(Machine.here()),
-        "size": dataclasses.asdict(size),
-        "quick": options.quick,
-        "models": {},
-    }
-    for name in names:
-        with console.status(name):
-            results["models"][name] = _measure(name, size, options)
-        console.print(_table(name, results["models"][name]))
-        console.print()
-        save(results)
-    return results, all(_right(model) for model in results["models"].values())
-
-
-def _measure(name: str, size: Size, options: Options) -> dict[str, Any]:
+    progress("planning", 0.0)
+    if name == ON_TORCH:
+        return _on_torch(size)
     loss, params = MODELS[name](size)
     x = np.random.default_rng(1).standard_normal((size.batch, size.time, size.width), np.float32)
     start = time.perf_counter()
@@ -147,11 +136,12 @@ def _measure(name: str, size: Size, options: Options) -> dict[str, Any]:
         for (policy, (nbytes, work)), plan in zip(hand.items(), at_equal, strict=True)
     }
     plans = fg.plan(loss, BUDGETS, argnums=0)(params, x)
-    # On CPU the compiler's own scheduling hides the memory of unrolled code.
-    compiled = name == "scanned" or options.quick
-    plain = _compile(loss, params, x) if compiled else None
+    # Unrolled code takes long to compile.
+    stepped = (0.1, 0.2, 0.5) if name == "scanned" or options.quick else (0.2, 0.5)
+    plain = _compile(loss, params, x)
     budgets = []
-    for plan in plans:
+    for i, plan in enumerate(plans):
+        progress(f"budget {plan.budget:g}", 0.3 + 0.7 * i / len(plans))
         row = {
             "budget": plan.budget,
             "kept": plan.nbytes,
@@ -160,13 +150,14 @@ def _measure(name: str, size: Size, options: Options) -> dict[str, Any]:
             "gap": plan.gap,
             "method": plan.method,
         }
-        if plain is not None and plan.budget in (0.1, 0.2, 0.5):
+        if plan.budget in stepped:
             row |= _step(loss, params, x, float(plan.budget), plain, options.turns)
         budgets.append(row)
     return {
+        "size": dataclasses.asdict(size),
         "plan_seconds": seconds,
         "plain_kept": first.plain_nbytes,
-        "plain_temporaries": None if plain is None else _temporaries(plain),
+        "plain_temporaries": _temporaries(plain),
         "policies": policies,
         "budgets": budgets,
     }
@@ -200,32 +191,61 @@ def _step(loss: Any, params: Any, x: Any, budget: float, plain: Any, turns: int)
     }
 
 
-def _right(model: dict[str, Any]) -> bool:
-    no_worse = all(
-        row["planned_again"] <= row["again"] + 1e-9 for row in model["policies"].values()
+def tables(models: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    """Policies and budgets of each model, by what they keep."""
+    columns = (
+        Column("kept", "MiB", "lower"),
+        Column("runs again", "", "lower", ".2%"),
+        Column("planned at equal bytes", "", "lower", ".2%"),
+        Column("temporaries", "MiB", "lower", ".0f"),
+        Column("time over plain", "", "lower", ".2f"),
+        Column("error", "", "lower", ".0e"),
     )
-    within = all(row["kept"] <= row["budget"] * model["plain_kept"] for row in model["budgets"])
-    return no_worse and within and all(row.get("error", 0) < 1e-4 for row in model["budgets"])
+    measured = {name: model for name, model in models.items() if name != ON_TORCH}
+    theirs = [_of_torch(models[ON_TORCH])] if ON_TORCH in models else []
+    return theirs + [
+        Table(
+            _title(name, model),
+            "policy or budget",
+            columns,
+            tuple(_rows(model)),
+            (", ".join(f"{k} {v}" for k, v in model["size"].items()) + ".",),
+            Plot(("runs again",), x="kept", log=False),
+        )
+        for name, model in measured.items()
+    ]
 
 
-def _table(name: str, model: dict[str, Any]) -> Table:
-    out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    out.title = Text(_title(name, model), "bold")
-    out.add_column("", overflow="fold")
-    for header in (
-        "kept\nMiB",
-        "runs again",
-        "planned at\nequal bytes",
-        "temp.\nMiB",
-        "time over\nplain",
-    ):
-        out.add_column(header, justify="right", no_wrap=True, min_width=6)
-    for cells in _rows(model):
-        out.add_row(*cells)
-    return out
+def _on_torch(size: Size) -> dict[str, Any]:
+    import torch
+
+    from funcgrad.bench._torch_graph import compare, transformer
+
+    loss, params = transformer(size.layers, size.width, size.heads)
+    x = torch.randn(size.batch, size.time, size.width)
+    rows = compare(loss, [*params, x], [i / 10 for i in range(11)])
+    return {"size": dataclasses.asdict(size), "budgets": [dataclasses.asdict(row) for row in rows]}
 
 
-def _title(name: str, model: dict[str, Any]) -> str:
+def _of_torch(model: Mapping[str, Any]) -> Table:
+    columns = (
+        Column("kept", "MiB", "lower"),
+        Column("torch runs again", "", "lower", ".2%"),
+        Column("planned at equal bytes", "", "lower", ".2%"),
+    )
+    rows = [
+        Row(
+            f"activation_memory_budget={row['budget']:g}",
+            (row["nbytes"] / _MIB, row["theirs"], row["ours"]),
+            wrong=row["ours"] > row["theirs"] + 1e-9,
+        )
+        for row in model["budgets"]
+    ]
+    sizes = (", ".join(f"{k} {v}" for k, v in model["size"].items()) + ".",)
+    return Table("torch's solver and ours on torch's graph", "budget", columns, tuple(rows), sizes)
+
+
+def _title(name: str, model: Mapping[str, Any]) -> str:
     temporaries = model["plain_temporaries"]
     text = f"{name}: {model['plain_kept'] / _MIB:.0f} MiB kept without a budget, "
     if temporaries is not None:
@@ -233,52 +253,27 @@ def _title(name: str, model: dict[str, Any]) -> str:
     return text + f"planned in {model['plan_seconds']:.1f} s"
 
 
-def _rows(model: dict[str, Any]) -> list[list[str]]:
+def _rows(model: Mapping[str, Any]) -> list[Row]:
     rows = [
-        [
+        Row(
             policy,
-            f"{row['kept'] / _MIB:.1f}",
-            f"{row['again']:.2%}",
-            f"{row['planned_again']:.2%}",
-            "",
-            "",
-        ]
+            (row["kept"] / _MIB, row["again"], row["planned_again"]),
+            "policies",
+            wrong=row["planned_again"] > row["again"] + 1e-9,
+        )
         for policy, row in sorted(model["policies"].items(), key=lambda item: item[1]["kept"])
     ]
     for row in model["budgets"]:
-        temporaries, ratio = row.get("temporaries"), row.get("time_over_plain")
-        rows.append(
-            [
-                f"budget={row['budget']:g}",
-                f"{row['kept'] / _MIB:.1f}",
-                f"{row['again']:.2%}",
-                "",
-                "" if temporaries is None else f"{temporaries / _MIB:.0f}",
-                "" if ratio is None else f"{ratio:.2f}",
-            ]
+        temporaries, error = row.get("temporaries"), row.get("error")
+        values = (
+            row["kept"] / _MIB,
+            row["again"],
+            None,
+            None if temporaries is None else temporaries / _MIB,
+            row.get("time_over_plain"),
+            error,
         )
+        within = row["kept"] <= row["budget"] * model["plain_kept"]
+        wrong = not within or not (error is None or error < 1e-4)
+        rows.append(Row(f"budget={row['budget']:g}", values, "budgets", ours=True, wrong=wrong))
     return rows
-
-
-def markdown(results: dict[str, Any]) -> str:
-    """The figures as markdown, a table of each model.
-
-    Args:
-      results: What the task wrote as JSON.
-
-    Returns:
-      The text.
-    """
-    machine, size = results["machine"], results["size"]
-    lines = [
-        f"{results['date']}; {', '.join(f'{k} {v}' for k, v in machine.items())}.",
-        f"Transformer: {', '.join(f'{k} {v}' for k, v in size.items())}.",
-        "Runs again: operations and half of the bytes moved, over those of the forward pass.",
-    ]
-    head = ["policy or budget", "kept MiB", "runs again", "planned at equal bytes"]
-    head += ["temporaries MiB", "time over plain"]
-    for name, model in results["models"].items():
-        lines += ["", f"**{_title(name, model)}**", "", "| " + " | ".join(head) + " |"]
-        lines += ["| --- |" + " ---: |" * (len(head) - 1)]
-        lines += ["| " + " | ".join(cells) + " |" for cells in _rows(model)]
-    return "\n".join(lines) + "\n"

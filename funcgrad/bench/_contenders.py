@@ -1,7 +1,6 @@
 """The ways to a clipped sum of per-sample gradients, each a function of ``(params, *batch)``."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ import optax
 from jax import lax
 
 import funcgrad as fg
+from funcgrad.bench import _problem
 from funcgrad.bench._models import Task
 
 Kind = Literal["plain", "norms", "clipped", "variance", "dots", "gram"]
@@ -19,27 +19,17 @@ PRODUCTS: tuple[Kind, ...] = ("variance", "dots", "gram")
 
 
 @dataclasses.dataclass(frozen=True)
-class Contender:
-    """A way, what it gives, and what it needs."""
+class Contender(_problem.Contender):
+    """A way to numbers of per-sample gradients: ``make(task, max_norm)``.
 
-    make: Callable[[Task, float], Callable[..., Any]]
-    """``make(task, max_norm)`` is a function of ``(params, *batch)``."""
-    kind: Kind
-    """``"plain"``: the sum of the gradients; ``"norms"`` of them; ``"clipped"``: their sum;
-    their ``"variance"``, ``"dots"`` with the parameters, and ``"gram"`` matrix."""
-    library: Literal["jax", "torch"] = "jax"
-    needs: str | None = None
-    """The package that brings it."""
+    Its kind: ``"plain"``, the sum of the gradients; ``"norms"`` of them; ``"clipped"``, their
+    sum; their ``"variance"``, ``"dots"`` with the parameters, and ``"gram"`` matrix.
+    """
+
     held: Callable[[Task], int] = lambda task: 0
     """Samples whose gradients it writes out in one go."""
     models: tuple[str, ...] | None = None
     """The models that it can differentiate; all, if ``None``."""
-
-    def absent(self) -> str | None:
-        """Why it cannot run on any model, if so."""
-        packages = [p for p in (self.needs, self.library) if p]
-        missing = [p for p in packages if importlib.util.find_spec(p) is None]
-        return f"absent: {missing[0]} is not installed" if missing else None
 
 
 def _batch_loss(task: Task) -> Callable[..., Any]:

@@ -1,21 +1,18 @@
 """What the command line asks of a task."""
 
 import dataclasses
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+
+Progress = Callable[[str, float], object]
+"""Called with what is being done, and the share of the model that is done."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How much to measure, and where it goes."""
+    """How much to measure."""
 
-    out: Path
     quick: bool = False
     """Toy sizes, one turn."""
-    models: tuple[str, ...] = ()
-    """All of the task's, if empty."""
+    full: bool = False
+    """Also time and memory over a range of sizes."""
     turns: int = 5
-    scaling: bool = False
-    """Whether to draw time and memory against batch, depth and length."""
-    resume: dict[str, Any] | None = None
-    """The figures of an earlier run, whose models need no second one."""

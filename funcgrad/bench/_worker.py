@@ -1,7 +1,5 @@
 """A contender in a process of its own, which compiles, checks and runs when it is asked to."""
 
-import dataclasses
-import functools
 import multiprocessing
 import os
 import resource
@@ -9,23 +7,16 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from funcgrad._compat import enable_x64
-from funcgrad.bench._contenders import JAX_CONTENDERS, PRODUCT_CONTENDERS, PRODUCTS, Contender
-from funcgrad.bench._models import MODELS, SEED, Task
-from funcgrad.bench._torch_peers import TORCH_CONTENDERS
+from funcgrad.bench import _problem
+from funcgrad.bench._problem import Contender, Problem
 
-# What each kind of model is raced by.
-RACERS = {"sums": {**JAX_CONTENDERS, **TORCH_CONTENDERS}, "products": PRODUCT_CONTENDERS}
-CONTENDERS = {**RACERS["sums"], **RACERS["products"]}
-REFERENCE_SAMPLES = 8
 _SHORT = 0.2
 
 
@@ -33,115 +24,28 @@ class WorkerError(Exception):
     """A contender failed, took too long, or its process died; the words go in the table."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """What a float64 loop gives for a batch that repeats a few samples."""
-
-    norms: np.ndarray
-    max_norm: float
-    """The median of the norms, so that half of the samples are clipped."""
-    repeats: np.ndarray
-    """Which sample stands at each place of the batch."""
-    sums: dict[str, list[np.ndarray]]
-    """Of the gradients as they are (``"plain"``), and ``"clipped"``; and what else is asked."""
-
-    @staticmethod
-    def of(task: Task, products: bool = False) -> "Reference":
-        """Differentiate some samples one after another, in float64."""
-        n = min(REFERENCE_SAMPLES, task.size)
-        with enable_x64(True):
-            params, batch = jax.tree.map(_float64, (task.params, task.take(slice(n)).batch))
-            grad = jax.jit(jax.grad(task.loss))
-            grads = [
-                [np.asarray(leaf) for leaf in jax.tree.leaves(grad(params, *(x[i] for x in batch)))]
-                for i in range(n)
-            ]
-        norms = np.array([np.sqrt(sum(np.sum(leaf**2) for leaf in sample)) for sample in grads])
-        # Exact in float32, and below 1 ulp of the median: every contender gets the same bound.
-        max_norm = float(np.float32(np.median(norms)))
-        repeats = np.random.default_rng(SEED).integers(0, n, task.size)
-        counts = np.bincount(repeats, minlength=n)
-        weights = {"plain": counts, "clipped": counts * np.minimum(1, max_norm / norms)}
-        sums = {
-            kind: [
-                functools.reduce(np.add, (w * g for w, g in zip(weight, leaf, strict=True)))
-                for leaf in zip(*grads, strict=True)
-            ]
-            for kind, weight in weights.items()
-        }
-        if products:
-            sums |= _products(grads, jax.tree.leaves(params), repeats, counts)
-        return Reference(norms, max_norm, repeats, sums)
-
-    def error(self, kind: str, output: Any) -> float:
-        """The largest difference over the largest entry, of the leaf where it is worst."""
-        leaves = jax.tree.leaves(output)
-        right = [self.norms[self.repeats]] if kind == "norms" else self.sums[kind]
-        return max(
-            float(np.abs(np.asarray(leaf, np.float64) - r).max() / np.abs(r).max())
-            for leaf, r in zip(leaves, right, strict=True)
-        )
-
-    def save(self, file: Path) -> None:
-        """Write it for the other processes."""
-        arrays: dict[str, Any] = {"norms": self.norms, "bound": self.max_norm}
-        arrays |= {f"{k}{i}": x for k, xs in self.sums.items() for i, x in enumerate(xs)}
-        np.savez(file, repeats=self.repeats, **arrays)
-
-    @staticmethod
-    def load(file: Path) -> "Reference":
-        """Read what ``save`` wrote."""
-        with np.load(file) as held:
-            sums = {
-                kind: [held[f"{kind}{i}"] for i in range(sum(k.startswith(kind) for k in held))]
-                for kind in ("plain", "clipped", *PRODUCTS)
-            }
-            return Reference(held["norms"], float(held["bound"]), held["repeats"], sums)
-
-
-def _products(
-    grads: list[list[np.ndarray]], params: list[np.ndarray], repeats: np.ndarray, counts: np.ndarray
-) -> dict[str, list[np.ndarray]]:
-    """Variance, products with the parameters and with one another, of a batch of repeats."""
-    n, variance = len(repeats), []
-    for leaf in zip(*grads, strict=True):
-        rows = np.stack(leaf)
-        apart = rows - np.tensordot(counts / n, rows, 1)
-        variance.append(np.tensordot(counts / (n - 1), apart**2, 1))
-    flat = np.stack([np.concatenate([leaf.ravel() for leaf in sample]) for sample in grads])
-    dots = flat @ np.concatenate([np.ravel(p) for p in params])
-    gram = flat @ flat.T
-    return {"variance": variance, "dots": [dots[repeats]], "gram": [gram[repeats][:, repeats]]}
-
-
 class Session:
     """What a worker does, one method for each command."""
 
-    def __init__(self, model: str, quick: bool) -> None:
-        self.task = MODELS[model].quick() if quick else MODELS[model].make()
-        self.asks = MODELS[model].asks
+    def __init__(self, make: Callable[[], Problem]) -> None:
+        self.problem = make()
 
     def reference(self, file: Path) -> dict[str, Any]:
-        """Write the float64 loop's numbers, and say what the task is."""
-        reference = Reference.of(self.task, self.asks == "products")
-        reference.save(file)
-        return {
-            "parameters": self.task.n_params,
-            "batch": self.task.size,
-            "microbatch": self.task.chunk,
-            "max_norm": reference.max_norm,
-            "float64_samples": len(reference.norms),
-        }
+        """Write the right numbers, and say what the problem is."""
+        right = self.problem.reference()
+        _problem.save(file, right)
+        return self.problem.about(right)
 
-    def prepare(self, contender: str, max_norm: float) -> dict[str, Any]:
+    def prepare(self, name: str, file: Path) -> dict[str, Any]:
         """Compile."""
-        self.contender: Contender = CONTENDERS[contender]
-        fun = self.contender.make(self.task, max_norm)
+        self.contender: Contender = self.problem.contenders[name]
+        self.right = _problem.load(file)
+        fun = self.problem.make(self.contender, self.right)
+        self.args = self.problem.args
         if self.contender.library == "torch":
-            self.args = (None, *self.task.batch)
             self.call = fun
             return {"trace_seconds": None, "compile_seconds": None, "temp_bytes": None}
-        self.args = jax.tree.map(jnp.asarray, (self.task.params, *self.task.batch))
+        self.args = jax.tree.map(jnp.asarray, self.args)
         start = time.perf_counter()
         lowered: Any = jax.jit(fun).lower(*self.args)
         traced = time.perf_counter()
@@ -152,12 +56,10 @@ class Session:
             "temp_bytes": int(self.call.memory_analysis().temp_size_in_bytes),
         }
 
-    def check(self, file: Path) -> dict[str, Any]:
-        """The error against the float64 loop, of the program that is timed."""
-        reference = Reference.load(file)
-        batch = self.task.take(reference.repeats).batch
-        output = self.call(self.args[0], *batch)
-        return {"error": reference.error(self.contender.kind, output)}
+    def check(self) -> dict[str, Any]:
+        """The error of the program that is timed."""
+        output = self.call(*self.problem.trial(self.right))
+        return {"error": _problem.error(output, self.right[self.contender.kind])}
 
     def run(self) -> float:
         """Seconds of one call; short ones are repeated for a while, and the median counts."""
@@ -177,11 +79,11 @@ class Session:
 class Worker:
     """The parent's end: a process that serves a ``Session``."""
 
-    def __init__(self, model: str, quick: bool, cores: Sequence[int]) -> None:
+    def __init__(self, make: Callable[[], Problem], cores: Sequence[int]) -> None:
         context = _context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, model, quick, tuple(cores)), daemon=True
+            target=_serve, args=(theirs, make, tuple(cores)), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -214,11 +116,11 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["funcgrad.bench"])
     return context
 
 
-def _serve(pipe: Any, model: str, quick: bool, cores: Sequence[int]) -> None:
+def _serve(pipe: Any, make: Callable[[], Problem], cores: Sequence[int]) -> None:
     # Before either library makes its threads.
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
@@ -232,13 +134,9 @@ def _serve(pipe: Any, model: str, quick: bool, cores: Sequence[int]) -> None:
         except (EOFError, OSError):
             return
         try:
-            session = session or Session(model, quick)
+            session = session or Session(make)
             answer = True, getattr(session, command)(*args)
         except Exception as error:
             words = str(error).strip().splitlines() or [""]
             answer = False, f"{type(error).__name__}: {words[0][:200]}"
         pipe.send(answer)
-
-
-def _float64(leaf: Any) -> Any:
-    return np.asarray(leaf, np.float64) if np.issubdtype(leaf.dtype, np.floating) else leaf
