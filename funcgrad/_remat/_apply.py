@@ -12,7 +12,7 @@ from jax.interpreters import ad
 
 from funcgrad._compat import varying_axes
 from funcgrad._jaxpr import bind
-from funcgrad._remat._graph import Graph
+from funcgrad._remat._graph import ProgramGraph
 from funcgrad._remat._level import HeldLoop, Level, held_p, is_inexact, pull_p
 from funcgrad._remat._program import Atom, Op, context, reader, run
 
@@ -37,7 +37,7 @@ class Schedule:
     loops: dict[int, "Schedule"]
 
 
-def schedule(graph: Graph, kept: Collection[int]) -> Schedule:
+def schedule(graph: ProgramGraph, kept: Collection[int]) -> Schedule:
     """Order the work of a feasible choice of candidates."""
     homes: dict[Level, set[int]] = {}
     lent: dict[Level, dict[int, int]] = {}

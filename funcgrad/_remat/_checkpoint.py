@@ -28,6 +28,12 @@ def checkpoint(
     place.  Composes with every transformation of JAX; gradients of any order and forward
     mode are those of ``fun``.
 
+    Under a budget, ``fun`` is planned whenever its gradient is traced: wrap the step in
+    ``jax.jit``, as without ``jit`` every call plans, and compiles its loops, again.  Equal
+    programs have equal plans, on every host: the solver is stopped by a count of its work, not
+    by a clock (an emergency stop after two minutes warns).  Forward mode shows what a
+    ``jax.debug.callback`` shows once, but twice within a custom derivative rule.
+
     PyTorch: ``torch.utils.checkpoint.checkpoint(fun, *args, use_reentrant=False,
     context_fn=...)``; ``torch._functorch.config.activation_memory_budget``.
 

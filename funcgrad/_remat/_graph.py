@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from funcgrad._remat._cost import cost, flops, matmul_flops, nbytes
+from funcgrad._remat._cost import VIEWS, cost, flops, matmul_flops, nbytes
 from funcgrad._remat._level import HeldLoop, Level, held_p, pull_p
 from funcgrad._remat._program import Atom, Op, is_random
 
@@ -31,13 +31,18 @@ class Candidate:
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """An operation that may run again, in all iterations together at this cost."""
+    """An operation that may run again, in all iterations together at this cost.
 
-    op: Op
+    A ``view`` takes no memory of its own, and its output no less than its source.  ``op`` is the
+    ``Op`` of a program; graphs from elsewhere have none.
+    """
+
+    op: Any
     trips: int
     cost: float
     reads: tuple[int, ...]
     allowed: bool
+    view: bool
 
     @property
     def flops(self) -> int:
@@ -58,26 +63,62 @@ class Node:
     step: int | None
 
 
+@dataclasses.dataclass(eq=False)
 class Graph:
     """Nodes, the candidates and steps that they name, and the nodes that backward needs."""
 
+    nodes: list[Node] = dataclasses.field(default_factory=list)
+    candidates: list[Candidate] = dataclasses.field(default_factory=list)
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    needs: list[int] = dataclasses.field(default_factory=list)
+
+    def closure(self, kept: Iterable[int]) -> "Closure | None":
+        """What backward reads of ``kept`` and runs again; ``None`` if that is not possible."""
+        kept = set(kept)
+        used: set[int] = set()
+        again: set[int] = set()
+        stack = list(self.needs)
+        while stack:
+            node = self.nodes[stack.pop()]
+            if node.candidate in kept:
+                used.add(node.candidate)
+            elif node.step is None or not self.steps[node.step].allowed:
+                return None
+            elif node.step not in again:
+                again.add(node.step)
+                stack.extend(self.steps[node.step].reads)
+        return Closure(
+            frozenset(used),
+            frozenset(again),
+            sum(self.candidates[i].nbytes for i in used),
+            float(sum(self.steps[i].cost for i in again)),
+        )
+
+    def keeping(self) -> "Closure":
+        """What backward reads when nothing runs again: the plain function."""
+        closure = self.closure(self.nodes[need].candidate for need in self.needs)
+        assert closure is not None
+        return closure
+
+
+class ProgramGraph(Graph):
+    """The graph of a linearised program and of all loops within."""
+
     def __init__(self, level: Level) -> None:
         """Read a level and all levels within."""
+        super().__init__()
         self.level = level
-        self.nodes: list[Node] = []
-        self.candidates: list[Candidate] = []
-        self.steps: list[Step] = []
-        self.needs: list[int] = []
-        self.env: dict[Level, dict[int, int | None]] = {}
-        self.stage: dict[int, int] = {}
-        inputs: dict[int, int | None] = dict.fromkeys(level.forward.inputs)
-        self._add(level, inputs, 1, {})
+        self._add(level, dict.fromkeys(level.forward.inputs), 1, {})
         self.needs = list(dict.fromkeys(self.needs))
+
+    @property
+    def forward_cost(self) -> float:
+        """Of all operations, once; a loop's are its body's."""
+        return float(sum(step.cost for step in self.steps if step.op.loop is None))
 
     def _add(
         self, level: Level, env: dict[int, int | None], trips: int, shared: dict[int, int]
     ) -> None:
-        self.env[level] = env
         program = level.forward
         for op in program.ops:
             held = level.loops.get(op.eqn.params["key"]) if op.eqn.primitive is held_p else None
@@ -85,7 +126,8 @@ class Graph:
             step = len(self.steps)
             reads = self._nodes(env, op.inputs)
             allowed = not has_effects(shown.eqn) and not is_random(shown.eqn)
-            self.steps.append(Step(shown, trips, trips * cost(shown.eqn), reads, allowed))
+            price = trips * cost(shown.eqn)
+            self.steps.append(Step(shown, trips, price, reads, allowed, _is_view(shown)))
             for out in op.outputs:
                 if out in shared:
                     candidate = shared[out]
@@ -141,39 +183,6 @@ class Graph:
         )
         return len(self.candidates) - 1
 
-    def closure(self, kept: Iterable[int]) -> "Closure | None":
-        """What backward reads of ``kept`` and runs again; ``None`` if that is not possible."""
-        kept = set(kept)
-        used: set[int] = set()
-        again: set[int] = set()
-        stack = list(self.needs)
-        while stack:
-            node = self.nodes[stack.pop()]
-            if node.candidate in kept:
-                used.add(node.candidate)
-            elif node.step is None or not self.steps[node.step].allowed:
-                return None
-            elif node.step not in again:
-                again.add(node.step)
-                stack.extend(self.steps[node.step].reads)
-        return Closure(
-            frozenset(used),
-            frozenset(again),
-            sum(self.candidates[i].nbytes for i in used),
-            float(sum(self.steps[i].cost for i in again)),
-        )
-
-    def keeping(self) -> "Closure":
-        """What backward reads when nothing runs again: the plain function."""
-        closure = self.closure(self.nodes[need].candidate for need in self.needs)
-        assert closure is not None
-        return closure
-
-    @property
-    def forward_cost(self) -> float:
-        """Of all operations, once; a loop's are its body's."""
-        return float(sum(step.cost for step in self.steps if step.op.loop is None))
-
 
 @dataclasses.dataclass(frozen=True)
 class Closure:
@@ -188,3 +197,9 @@ class Closure:
 def has_effects(eqn: Any) -> bool:
     """Whether a second run would be seen; the name of a mapped axis is no such effect."""
     return any("NamedAxis" not in type(effect).__name__ for effect in eqn.effects)
+
+
+def _is_view(op: Op) -> bool:
+    if op.eqn.primitive.name not in VIEWS or len(op.outputs) != 1:
+        return False
+    return sum(nbytes(a.aval) for a in op.eqn.invars) <= nbytes(op.eqn.outvars[0].aval)

@@ -1,5 +1,6 @@
 """``budget_kind="peak"``: a budget for the compiled gradient's temporaries."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,89 +10,101 @@ import numpy as np
 from funcgrad._compat import varying_axes
 from funcgrad._remat._graph import Closure
 from funcgrad._remat._planner import Choice, Planner
-from funcgrad._remat._solve import Infeasible, solve_stages
+from funcgrad._remat._portfolio import by_hand
+from funcgrad._remat._solve import Infeasible, Solution, solve_stages
+from funcgrad._remat._stages import crossing
 
 # Shares of what a stage makes again that are taken to be live at once.
 _SHARES = (0.5, 1.0, 0.0)
 _ROUNDS = 3
 # So many plans are compiled at the most, before the policies.
 _COMPILED = 5
-# A policy that keeps so much more than the budget is not compiled.
-_HOPELESS = 1.25
+# A policy is not compiled whose temporaries would be so many times the budget, if they were to
+# what it keeps as those of the plain function are.
+_HOPELESS = 1.5
 
 
 def choose_peak(planner: Planner, budget: int | float) -> Choice:
     """The least work again among plans whose compiled gradient stays within ``budget``.
 
-    A few plans are compiled, those of the stage-wise program, whose prediction is corrected by
-    what each compilation shows, then policies of people as long as they could be better.
+    A few plans are compiled: those of the stage-wise program, whose prediction is corrected by
+    what each compilation shows, then the policies of people that do no more work.  So none of
+    these does less work within the budget, nor as much with fewer temporaries.
     """
-    graph = planner.graph
-    measured: dict[frozenset[int], int] = {}
-    plain = graph.keeping()
-
-    def temporaries(closure: Closure) -> int:
-        if closure.kept not in measured:
-            measured[closure.kept] = temp_bytes(planner, closure)
-        return measured[closure.kept]
-
-    plain_bytes = plain_temp_bytes(planner)
+    plain, plain_bytes = planner.graph.keeping(), plain_temp_bytes(planner)
     limit = int(budget * plain_bytes) if isinstance(budget, float | np.floating) else int(budget)
     if plain_bytes <= limit:
         return Choice(plain, "as it is", 0.0, "", plain_bytes, plain_bytes)
-
-    closures: dict[frozenset[int], Closure] = {plain.kept: plain}
-
-    def best() -> Closure | None:
-        fitting = [c for c in closures.values() if measured.get(c.kept, limit + 1) <= limit]
-        return min(fitting, key=lambda c: (c.cost, measured[c.kept]), default=None)
-
-    method, gap = "integer program by stages", 0.0
+    tried = _Tried(planner, limit, {plain.kept: plain_bytes})
+    scale = max(plain.nbytes, 1) / max(plain_bytes, 1)
     for share in _SHARES:
-        aim = limit
-        for _ in range(_ROUNDS):
-            try:
-                solution = solve_stages(graph, aim, share)
-            except Infeasible:
-                break
-            closure = solution.closure
-            found = best()
-            if closure.kept in closures or (found and closure.cost >= found.cost):
-                break
-            if len(measured) == _COMPILED:
-                break
-            closures[closure.kept] = closure
-            over = temporaries(closure) - limit
-            gap = solution.gap
-            if -0.05 * limit <= over <= 0:
-                break
-            aim = max(aim - over, 0)
-    hand = sorted(planner.by_hand.items(), key=lambda item: item[1].cost)
-    smallest = min(planner.by_hand.values(), key=lambda closure: closure.nbytes, default=plain)
-    for name, closure in hand:
-        found = best()
-        if found is not None and closure.cost >= found.cost:
-            break
-        if closure.nbytes > _HOPELESS * limit and closure is not smallest:
-            continue
-        closures[closure.kept] = closure
-        if temporaries(closure) <= limit:
-            method, gap = f"the policy: {name}", 0.0
-    found = best()
-    if found is not None:
-        return Choice(found, method, gap, "", measured[found.kept], plain_bytes)
-    least = min(measured.values(), default=plain_bytes)
+        _try_stages(tried, share, scale)
+    hand = policies(planner)
+    for solution in hand:
+        if solution.closure.nbytes / max(scale, 1.0) <= _HOPELESS * limit:
+            tried.measure(solution)
+    if tried.best is None:
+        # A budget as low as the least of the policies finds it again.
+        for solution in sorted(hand, key=lambda solution: solution.closure.nbytes)[:2]:
+            tried.measure(solution)
+    best = tried.best
+    if best is not None:
+        temporaries = tried.temporaries[best.closure.kept]
+        return Choice(best.closure, best.method, best.gap, "", temporaries, plain_bytes)
+    kept = {solution.closure.kept for solution in hand}
+    least = min(n for closure, n in tried.temporaries.items() if closure in kept)
     if least < plain_bytes:
-        # Those of the policies alone will be found again under a budget as low as they are.
-        by_hand = {closure.kept for _, closure in hand}
-        least = min((n for kept, n in measured.items() if kept in by_hand), default=least)
-    if least >= plain_bytes:
-        note = (
-            f"no plan lowers the temporaries of this gradient: {plain_bytes} bytes as it is, "
-            f"{least} at the least otherwise. It is left as it is."
-        )
-        return Choice(plain, "as it is", 0.0, note, plain_bytes, plain_bytes)
-    raise Infeasible(least)
+        raise Infeasible(least)
+    note = (
+        f"no plan lowers the temporaries of this gradient: {plain_bytes} bytes as it is, "
+        f"{least} at the least otherwise. It is left as it is."
+    )
+    return Choice(plain, "as it is", 0.0, note, plain_bytes, plain_bytes)
+
+
+@dataclasses.dataclass
+class _Tried:
+    """Temporaries of the plans that were compiled, by what they keep, and the best within."""
+
+    planner: Planner
+    limit: int
+    temporaries: dict[frozenset[int], int]
+    best: Solution | None = None
+
+    def measure(self, solution: Solution) -> None:
+        """Compile a plan, unless there is one within the limit that does less work."""
+        closure, best = solution.closure, self.best and self.best.closure
+        if closure.kept in self.temporaries or (best and closure.cost > best.cost):
+            return
+        found = self.temporaries[closure.kept] = temp_bytes(self.planner, closure)
+        if found > self.limit:
+            return
+        if not best or (closure.cost, found) < (best.cost, self.temporaries[best.kept]):
+            self.best = solution
+
+
+def _try_stages(tried: _Tried, share: float, scale: float) -> None:
+    aim = scale * tried.limit
+    for _ in range(_ROUNDS):
+        solution = solve_stages(tried.planner.graph, int(aim), share)
+        if solution is None or len(tried.temporaries) > _COMPILED:
+            return
+        tried.measure(solution)
+        found = tried.temporaries.get(solution.closure.kept)
+        if found is None or found <= tried.limit:
+            return
+        aim *= 0.9 * tried.limit / found
+
+
+def policies(planner: Planner) -> list[Solution]:
+    """Those of people, for the whole function and for each of its stages; the least work first."""
+    whole = planner.by_hand.items()
+    blocks = by_hand(planner.graph, crossing(planner.graph)).items()
+    found: dict[frozenset[int], Solution] = {}
+    for words, closures in (("the policy", whole), ("the policy, in blocks", blocks)):
+        for name, closure in closures:
+            found.setdefault(closure.kept, Solution(closure, f"{words}: {name}", 0.0))
+    return sorted(found.values(), key=lambda solution: solution.closure.cost)
 
 
 def plain_temp_bytes(planner: Planner) -> int:
@@ -126,8 +139,10 @@ def _compiled(planner: Planner, gradient: Callable[..., Any]) -> int:
     # An output with a gradient is computed, so it has a number.
     outs: list[Any] = [level.forward.avals[level.outputs[i]] for i in level.diff_out]  # pyright: ignore[reportArgumentType, reportCallIssue]
     cotangents = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in outs]
-    compiled = jax.jit(gradient).lower(types, cotangents).compile()
-    analysis: Any = compiled.memory_analysis()
+    lowered: Any = jax.jit(gradient).lower(types, cotangents)
+    # Nothing runs: machine code need not be good, and temporaries are settled before it.
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    analysis = lowered.compile(compiler_options=options).memory_analysis()
     return int(analysis.temp_size_in_bytes)
 
 

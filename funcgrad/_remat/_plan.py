@@ -48,7 +48,8 @@ class Plan:
         its floating-point operations and half of the bytes that it moves.
       recompute_flops: Floating-point operations that run again.
       recompute_matmul: Of matrix products and convolutions, the share that runs again.
-      method: What found it: the integer program, or prices on bytes where its time ran out.
+      method: What found it: the integer program, or prices on bytes where it ended without a
+        choice; a policy where none is better; for a peak, the program by stages.
       gap: How much less work another choice might do at the most, as a fraction of this one's.
       note: Why the function is left as it is, where no plan helps.
       temp_bytes: Compiled temporaries of the gradient, known for ``budget_kind="peak"``.
@@ -229,6 +230,8 @@ def plan(
 ) -> Callable[..., TradeOff]:
     """Plan ``fg.checkpoint(fun, budget=…)`` under several budgets, without running anything.
 
+    Plans are the same on every host: the solver counts its work and not the time.
+
     PyTorch: ``torch._functorch.config.activation_memory_budget``, whose solver shows one budget
     at a time.
 
@@ -236,7 +239,9 @@ def plan(
       fun: Any function of pytrees.
       budgets: Bytes (int) or fractions (float) of what is kept without one.
       budget_kind: ``"residuals"`` counts what is kept from forward to backward; ``"peak"`` the
-        temporaries of the compiled gradient, which compiles a few plans.
+        temporaries of the compiled gradient: some plans and the usual policies are compiled,
+        and the one that does the least work again within the budget is taken.  The function is
+        left alone, and ``note`` says so, where none has fewer temporaries than it has.
       argnums: The positional arguments with a gradient; all that are floating, if ``None``.
 
     Returns:

@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from funcgrad._jaxpr import trace
+from funcgrad._compat import JaxprEqn
+from funcgrad._jaxpr import evaluate, trace
 from funcgrad._remat._apply import backward, forward, schedule
-from funcgrad._remat._graph import Closure, Graph
+from funcgrad._remat._graph import Closure, ProgramGraph
 from funcgrad._remat._inputs import split_arrays, unchanged
 from funcgrad._remat._level import linearise, made_bytes, no_tangent
 from funcgrad._remat._linear import LinearMap, linear_call
 from funcgrad._remat._portfolio import by_hand
-from funcgrad._remat._program import Op, Program, flatten, is_random, reader, run
+from funcgrad._remat._program import Program, flatten, is_random, reader, run
 from funcgrad._remat._solve import Infeasible, solve
 
 
@@ -43,6 +44,7 @@ class Flat:
         self.out_tree = out_tree
         self.pool: list[Any] = []
         self.program: Program = flatten(closed, self.pool, open_loops=True, consts_first=True)
+        self.jaxpr = closed.jaxpr
 
     @staticmethod
     def of(fun: Callable[..., Any], args: Any, kwargs: Any, call: str) -> tuple["Flat", list[Any]]:
@@ -57,11 +59,9 @@ class Flat:
 
     def plain(self, *values: Any, again: bool = False) -> list[Any]:
         """The outputs of the function as it was written; ``again`` shows nothing twice."""
-
-        def special(place: int, op: Op, read: Any) -> Any:
-            return () if again and op.eqn.effects and not op.outputs else None
-
-        read = reader(run(self.program, values, self.pool, special=special), self.pool)
+        if again:
+            return evaluate(self.jaxpr, values[: self.n_closed], values[self.n_closed :], _silent)
+        read = reader(run(self.program, values, self.pool), self.pool)
         return [read(a) for a in self.program.outputs]
 
     def along(
@@ -91,6 +91,11 @@ class Flat:
                 )
 
 
+def _silent(eqn: JaxprEqn) -> Any:
+    """Run no operation that only shows something, as ``jax.debug.print`` does."""
+    return (lambda *_: []) if eqn.effects and not eqn.outvars else None
+
+
 class Planner:
     """One function at one set of arguments, differentiated in the marked ones."""
 
@@ -99,7 +104,7 @@ class Planner:
         self.flat, self.values = flat, list(values)
         self.pool = list(flat.pool)
         self.level = linearise(flat.program, self.values, marks, self.pool)
-        self.graph = Graph(self.level)
+        self.graph = ProgramGraph(self.level)
 
     def of_diff(self, values: Sequence[Any]) -> Callable[..., list[Any]]:
         """The plain function of the marked inputs alone, giving the outputs with a gradient."""

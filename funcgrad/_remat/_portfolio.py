@@ -1,6 +1,6 @@
 """Choices that people make by hand, which no plan may be worse than."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from funcgrad._remat._cost import VIEWS
@@ -45,8 +45,8 @@ POLICIES: Mapping[str, Callable[[Candidate], bool]] = {
 }
 
 
-def by_hand(graph: Graph) -> dict[str, Closure]:
-    """What each policy keeps of ``graph``, and makes again.
+def by_hand(graph: Graph, also: Collection[int] = ()) -> dict[str, Closure]:
+    """What each policy keeps of ``graph``, and makes again; the candidates ``also`` are kept too.
 
     As with ``jax.checkpoint`` around a loop's body, what the loop carries and its outputs are
     kept by all.
@@ -58,7 +58,7 @@ def by_hand(graph: Graph) -> dict[str, Closure]:
             for i, c in enumerate(graph.candidates)
             if c.carried or (c.op is not None and c.op.loop is not None) or keeps(c)
         ]
-        closure = graph.closure(kept)
+        closure = graph.closure([*kept, *also])
         if closure is not None:
             found[name] = closure
     return found

@@ -7,16 +7,19 @@ from typing import Any
 import numpy as np
 
 from funcgrad._remat._cost import VIEWS, nbytes
-from funcgrad._remat._graph import Graph
+from funcgrad._remat._graph import ProgramGraph
 from funcgrad._remat._level import held_p
+
+# Of arguments alone, these may run anywhere at no harm.
+_CHEAP = {*VIEWS, "slice", "transpose", "convert_element_type", "dynamic_slice"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """The forward program cut where little crosses; backward visits the stages from the last.
 
-    ``of_step[i]`` is the stage of a step of the graph, ``None`` where it reads arguments only
-    and may run anywhere; ``of_node`` likewise.
+    ``of_step[i]`` is the stage of a step of the graph, ``None`` where it only takes arguments
+    apart and may run anywhere; ``of_node`` likewise.
     """
 
     count: int
@@ -24,7 +27,7 @@ class Stages:
     of_node: list[int | None]
 
     @staticmethod
-    def of(graph: Graph) -> "Stages":
+    def of(graph: ProgramGraph) -> "Stages":
         """Cut at the places where the fewest bytes cross, loops whole."""
         level = graph.level
         ops = level.forward.ops
@@ -45,7 +48,7 @@ class Stages:
                 graph.nodes[n].step is not None and light[graph.nodes[n].step or 0]
                 for n in step.reads
             )
-            light.append(reads_light and step.op.loop is None and step.allowed)
+            light.append(reads_light and step.op.eqn.primitive.name in _CHEAP)
             of_step.append(None if light[-1] else of_op.get(id(step.op), 0))
         of_node = [None if n.step is None else of_step[n.step] for n in graph.nodes]
         for number, node in enumerate(graph.nodes):
@@ -53,6 +56,17 @@ class Stages:
                 level_of = graph.candidates[node.candidate].op
                 of_node[number] = of_op.get(id(level_of), 0)
         return Stages(len(cuts) + 1, of_step, of_node)
+
+
+def crossing(graph: ProgramGraph) -> set[int]:
+    """The candidates that a step of another stage reads: what blocks hand to each other."""
+    stages, found = Stages.of(graph), set()
+    for step, stage in zip(graph.steps, stages.of_step, strict=True):
+        for number in step.reads:
+            theirs = stages.of_node[number]
+            if stage is not None and theirs is not None and theirs != stage:
+                found.add(graph.nodes[number].candidate)
+    return found
 
 
 def _mark(held: Any, stage: int, of_op: dict[int, int]) -> None:
@@ -74,13 +88,8 @@ def _cuts(level: Any) -> Sequence[int]:
     # What follows from arguments only crosses anywhere at no harm.
     outside = set(program.inputs)
     for op in program.ops:
-        if all(a in outside for a in op.inputs if isinstance(a, int)) and op.eqn.primitive.name in (
-            *VIEWS,
-            "slice",
-            "transpose",
-            "convert_element_type",
-            "dynamic_slice",
-        ):
+        reads_outside = all(a in outside for a in op.inputs if isinstance(a, int))
+        if reads_outside and op.eqn.primitive.name in _CHEAP:
             outside.update(op.outputs)
     crossing = np.zeros(len(program.ops) + 1)
     for place, op in enumerate(program.ops):
