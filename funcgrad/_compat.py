@@ -147,6 +147,21 @@ def gathered(tree: Any, axes: Any = None) -> Any:
     return jax.tree.map(whole, tree) if axes is None else jax.tree.map(whole, tree, axes)
 
 
+def replicated(x: Any) -> Any:
+    """``x`` without an explicit sharding."""
+    sharding = replicated_like(x)
+    return x if sharding is None else jax.sharding.reshard(x, sharding)
+
+
+def placed_rows(rows: Any, leaf: Any) -> Any:
+    """``rows``, which have the shape of ``leaf`` each, with its explicit sharding."""
+    sharding = jax.typeof(leaf).sharding
+    if not any(part is not None for part in sharding.spec):
+        return rows
+    spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+    return jax.sharding.reshard(rows, sharding.update(spec=spec))
+
+
 def replicated_like(*arrays: Any) -> Any:
     """The sharding of a result that all devices of an explicit mesh share; ``None`` without."""
     for x in arrays:

@@ -80,9 +80,15 @@ def test_by_what_all_samples_share_it_is_right_for_every_method(x64, road):
         return jnp.stack([scalar(of_rows(rows, params, name)) for name in NAMES])
 
     c = jnp.array([1.3, 0.2, 0.7])
-    got, expected = quick_jit(lambda c: (jax.jacrev(ours)(c), jax.jacrev(theirs)(c)))(c)
-    for name, a, b in zip(NAMES, got, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9, err_msg=name)
+    # In every run the derivative of one sum of all, each with a factor of its own.
+    factors = jnp.eye(len(NAMES)) if DEEP else 1 + draw(0, 1, len(NAMES)) ** 2
+
+    def both(c):
+        grads = [jax.vjp(f, c)[1] for f in (ours, theirs)]
+        return [jnp.stack([grad(factor)[0] for factor in factors]) for grad in grads]
+
+    got, expected = quick_jit(both)(c)
+    np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=PROGRAMS // 4 if DEEP else 2)
@@ -118,7 +124,8 @@ def test_generated_programs_by_a_scale_of_their_parameters(program: Program):
             assert_equal(got, expected, 1e-7)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# The pass over the samples is what refuses, so that one method stands for all.
+@pytest.mark.parametrize("name", NAMES if DEEP else ["norms"])
 def test_by_the_parameters_and_the_batch_it_is_refused_for_every_method(name):
     params, x = two_layer_inputs(dtype=jnp.float32)
     run = fg.per_sample(two_layers, road="gram")

@@ -1,12 +1,14 @@
 """Clip each sample and add, so that rounding keeps the bound: three roads to one sum."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from funcgrad import _jaxpr
@@ -15,12 +17,13 @@ from funcgrad._per_sample._lookups import Rows, add_rows, weighted_rows
 from funcgrad._per_sample._per_sample import backward
 from funcgrad._per_sample._records import Records, Scheme
 from funcgrad._per_sample._reference import Problem
-from funcgrad._per_sample._roads import has_lost_digits, norm_slots, scaled_norms
+from funcgrad._per_sample._roads import has_lost_digits, norm_slots, single_terms
 from funcgrad._per_sample._sums import (
     add_compensated,
     compensated_sum,
     norm_dtype,
     norm_slack,
+    one_vector,
     scaled_norm,
     wide,
 )
@@ -163,7 +166,7 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         records = samples._records
         squares, masses = records.fast_squares()
         fast = (*_norms(squares, masses, records, bounds), jnp.ones_like(mask))
-        trouble = ~jnp.isfinite(sum(squares, jnp.zeros(())))
+        trouble = ~jnp.isfinite(sum(squares, jnp.zeros((), records.dtype)))
         for square, mass in zip(squares, masses, strict=True):
             trouble |= has_lost_digits(square, mass)
         axes = varying_axes((fast, mask, trouble))
@@ -218,7 +221,7 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         records = samples._records
         squares, masses = records.fast_squares()
         norms, most = _norms(squares, masses, records, bounds)
-        finite = jnp.isfinite(sum(squares, jnp.zeros(())))
+        finite = jnp.isfinite(sum(squares, jnp.zeros((), records.dtype)))
         # A sample that does not count is replaced: zero times its NaN would be NaN.
         counts = mask & finite
         stand_in = jnp.argmax(counts)
@@ -267,27 +270,45 @@ def _norms(
 
 
 def _norms_of_rows(records: Records, bounds: Bounds) -> Any:
-    """The same from the gradients, scaled so that no square overflows; and if all is finite."""
+    """The same from the gradients, scaled so that no square overflows; and if all is finite.
+
+    Numbers are put together before they are looked at: this is compiled in every program, and
+    hardly ever run.
+    """
     roads, sites = records.scheme.roads, records.scheme.sites
-    formed = [i for i, road in enumerate(roads) if road.road not in ("product", "value")]
+    formed = [i for i, road in enumerate(roads) if road.road not in ("product", "unused")]
 
     def one(sample: Any) -> Any:
-        rows = records.row(sample, formed) if formed else []
-        found = [scaled_norms(road, sites, sample[:2]) for road in roads]
-        for i, row in zip(formed, rows, strict=True):
-            found[i] = [scaled_norm([row])]
-        norms, finite = [], [jnp.ones((), bool)]
-        for members in bounds.members(found):
-            group = [norm for leaf in members for norm in leaf]
-            unit = jnp.stack([u for u, *_ in group] or [jnp.ones(())]).max()
-            ratios = [jnp.square(r * (u / unit)) for u, r, _ in group]
-            norms.append((unit * jnp.sqrt(sum(ratios, jnp.zeros(())))).astype(records.dtype))
-            finite += [fine for *_, fine in group]
-        return norms, jnp.stack(finite).all()
+        rows = dict(zip(formed, records.row(sample, formed), strict=True)) if formed else {}
+        norms, finite = [], jnp.ones((), bool)
+        for k in range(len(bounds.values)):
+            whole = [rows[i] for i in bounds.index(k) if i in rows]
+            products = [roads[i] for i in bounds.index(k) if i not in rows]
+            terms = [term for road in products for term in single_terms(road, sites, sample[:2])]
+            parts = [scaled_norm([one_vector(whole)])] if whole or not terms else []
+            parts += [_norm_of_products(terms)] if terms else []
+            unit, ratio = (one_vector([part[j] for part in parts]) for j in (0, 1))
+            # Infinite where the largest entry is.
+            top = jnp.maximum(jnp.where(ratio > 0, unit, 0).max(), jnp.finfo(unit.dtype).tiny)
+            norm = top * jnp.sqrt(jnp.sum(jnp.square(ratio * (unit / top))))
+            norms.append(norm.astype(records.dtype))
+            finite &= functools.reduce(jnp.logical_and, [p[2] for p in parts]) & jnp.isfinite(top)
+        return norms, finite
 
     bytes_each = records.row_bytes(formed) + records.scheme.bytes_each
     norms, finite = records.for_each(one, bytes_each)
     return norms, norms, finite
+
+
+def _norm_of_products(terms: list[Any]) -> tuple[Any, Any, Any]:
+    """As ``scaled_norm``, but units and ratios by block, from the vectors of ``single_terms``."""
+    sides = [left for left, _, _ in terms] + [right for _, right, _ in terms]
+    longest, dtype = max(x.shape[1] for x in sides), norm_dtype(sides)
+    padded = [jnp.pad(x.astype(dtype), ((0, 0), (0, longest - x.shape[1]))) for x in sides]
+    unit, ratio, finite = jax.vmap(lambda row: scaled_norm([row]))(jnp.concatenate(padded))
+    scale = np.concatenate([np.full(len(left), scale, dtype) for left, _, scale in terms])
+    n = len(scale)
+    return unit[:n] * unit[n:], ratio[:n] * ratio[n:] * scale, finite.all()
 
 
 def _factor(most: Any, k: int, records: Records, bounds: Bounds) -> Any:

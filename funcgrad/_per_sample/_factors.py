@@ -193,21 +193,35 @@ def formed_gradient(site: Site, operands: Any, cotangents: Any) -> Any:
 def _patches(x: Any, window: list[int], out: Any, params: dict[str, Any]) -> Any:
     """The input under the filter at each position: (lead * n, positions, taps * features).
 
-    Slices, where a convolution would multiply and a lookup would be laid out twice.
+    Looked up: a slice for each tap takes about as long, but twice the memory and many times
+    the compilation; a convolution would multiply.
     """
     spatial = zip(params["padding"], params["lhs_dilation"], strict=True)
     config = [(low, high, dilation - 1) for (low, high), dilation in spatial]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *config, (0, 0, 0)])
     x = x.reshape(-1, *x.shape[2:])
-    strides, dilation = params["window_strides"], params["rhs_dilation"]
-    found = []
-    for tap in np.ndindex(*window):
-        start = [t * d for t, d in zip(tap, dilation, strict=True)]
-        stop = [s + (n - 1) * k + 1 for s, n, k in zip(start, out, strides, strict=True)]
-        limits = (x.shape[0], *stop, x.shape[-1])
-        part = lax.slice(x, (0, *start, 0), limits, (1, *strides, 1))
-        found.append(part.reshape(part.shape[0], -1, part.shape[-1]))
-    return jnp.concatenate(found, -1)
+    features, strides, n = x.shape[-1], params["window_strides"], len(window)
+    if math.prod(window) == 1:
+        limits = [(size - 1) * step + 1 for size, step in zip(out, strides, strict=True)]
+        x = lax.slice(x, [0] * x.ndim, [len(x), *limits, features], [1, *strides, 1])
+        return x.reshape(len(x), -1, features)
+    # Taps side by side in the last axis are one piece of memory.
+    piece = window[-1] if params["rhs_dilation"][-1] == 1 else 1
+    x = x.reshape(*x.shape[:n], -1)
+    taps, units = [*window[:-1], window[-1] // piece], [*[1] * (n - 1), features]
+    axes = zip(out, strides, taps, params["rhs_dilation"], units, strict=True)
+    starts = [u * np.add.outer(s * np.arange(o), d * np.arange(t)) for o, s, t, d, u in axes]
+    # All positions, then all taps.
+    shaped = [
+        np.expand_dims(start, [d for d in range(2 * n) if d not in (axis, n + axis)])
+        for axis, start in enumerate(starts)
+    ]
+    places = np.stack(np.broadcast_arrays(*shaped), -1).reshape(-1, n).astype(np.int32)
+    picked = tuple(range(1, n + 1))
+    numbers = lax.GatherDimensionNumbers((0, 2), picked[:-1], picked)
+    sizes = (len(x), *[1] * (n - 1), piece * features)
+    found = lax.gather(x, places, numbers, sizes, mode="promise_in_bounds")
+    return found.reshape(len(x), math.prod(out), -1)
 
 
 def _gather(site: Site, operands: Any, cotangents: Any) -> Factors | None:
@@ -261,17 +275,16 @@ def squared_norms(f: Factors, gram: bool) -> tuple[Any, Any]:
     precision times it, so a norm much below it has lost its digits.
     """
     f, terms = f.widened(), f.sizes[1]
-    right_sq = jnp.sum(jnp.square(f.right), -1)
-    if f.is_rows:
-        left_sq = (f.left >= 0).astype(right_sq.dtype)
-    else:
-        left_sq = jnp.sum(jnp.square(f.left), -1)
     if terms == 1:
-        value = _totals(left_sq * right_sq)
+        # In the shape in which the norm of a bias beside it is taken, to be one with it.
+        flat = lambda x: jnp.square(x.squeeze([d for d in range(1, x.ndim - 1) if x.shape[d] == 1]))
+        left_sq = (f.left[:, 0] >= 0) if f.is_rows else flat(f.left).sum(-1)
+        value = _totals(left_sq * flat(f.right).sum(-1))
         return value, jnp.zeros_like(value)
     if gram or f.is_rows:
         a, b = _grams(f)
-        return _totals(a * b), _totals(left_sq * right_sq)
+        own = jnp.diagonal(a, axis1=-2, axis2=-1) * jnp.diagonal(b, axis1=-2, axis2=-1)
+        return _totals(a * b), _totals(own)
     grad = jnp.einsum("...ti,...tj->...ij", f.left, f.right, precision=_EXACT)
     value = _totals(jnp.square(grad))
     return value, jnp.zeros_like(value)

@@ -22,7 +22,7 @@ from funcgrad._per_sample._factors import (
     squared_norms,
 )
 from funcgrad._per_sample._plan import Site
-from funcgrad._per_sample._sums import scaled_norm, wide
+from funcgrad._per_sample._sums import wide
 
 Road = Literal["auto", "gram", "direct", "materialize"]
 
@@ -277,7 +277,8 @@ def leaf_squares(
         if part.is_value:
             (k,) = part.dense
             g = records[k][1]
-            square = jnp.square(jnp.abs(g.astype(wide(g.dtype))))
+            g = g.astype(wide(g.dtype))
+            square = jnp.square(jnp.abs(g) if jnp.iscomplexobj(g) else g)
             square = square.sum(tuple(range(1, square.ndim)))
             total = total + square * _layout(sites[k]).scale ** 2
             continue
@@ -304,33 +305,24 @@ def leaf_squares(
     return total, mass
 
 
-def scaled_norms(road: LeafRoad, sites: Sequence[Site], sample: Any) -> list[Any] | None:
-    """One sample's norm of each part of a leaf, as ``scaled_norm`` gives it, from its factors.
+def single_terms(road: LeafRoad, sites: Sequence[Site], sample: Any) -> list[Any]:
+    """The vectors whose outer products are one sample's gradient of a "product" leaf.
 
-    ``None`` where the gradient is no product of single terms.
+    For each part ``left`` and ``right``, a row for each of its blocks, and what scales them.
     """
-    if road.road not in ("product", "value"):
-        return None
     operands, cotangents = sample
     found = []
     for part in road.parts or ():
         (k,) = part.dense
         scale = abs(_layout(sites[k]).scale)
         if part.is_value:
-            unit, ratio, finite = scaled_norm([cotangents[k].astype(wide(cotangents[k].dtype))])
-            found.append((unit, scale * ratio, finite))
+            g = cotangents[k].astype(wide(cotangents[k].dtype)).reshape(1, -1)
+            found.append((g, jnp.ones((1, 1), g.dtype), scale))
             continue
         f = factors(sites[k], operands[k][None], cotangents[k][None])
         assert f is not None
         f = f.widened()
-        # Each block has its own two vectors.
-        sides = (f.left[0], f.right[0])
-        (a, p, fine), (b, q, good) = (jax.vmap(lambda x: scaled_norm([x]))(x) for x in sides)
-        unit = a * b  # the largest entry: infinite where that is
-        top = jnp.maximum(unit.max(), jnp.finfo(unit.dtype).tiny)
-        ratio = jnp.sqrt(jnp.sum(jnp.square(p * q * (unit / top))))
-        finite = (fine & good).all() & jnp.isfinite(top)
-        found.append((top, scale * ratio, finite))
+        found.append((f.left[0, :, 0], f.right[0, :, 0], scale))
     return found
 
 
@@ -361,16 +353,16 @@ def _part_bytes(part: Part, sites: Sequence[Site]) -> int:
         terms += t
         # The product of single terms is never formed.
         total += 0 if part.gram or t == 1 else blocks * n * m
-        # Patches are cut out and put together, and what loops stacked is laid out anew.
+        # Patches are put together, and what loops stacked is laid out anew.
         copies = 2 if sites[k].kind == "conv" else 1 if sites[k].lengths else 0
         total += copies * blocks * t * n + (blocks * t * m if sites[k].lengths else 0)
     return 4 * (total + (2 * blocks * terms**2 if part.gram else 0))
 
 
 def patch_bytes(site: Site) -> int:
-    """What cutting out and joining the patches of one sample takes, at a convolution."""
+    """What the patches of one sample take, at a convolution."""
     blocks, terms, rows, _ = _shapes(site).sizes
-    return 2 * 4 * blocks * terms * rows
+    return 4 * blocks * terms * rows
 
 
 class Packed(NamedTuple):
@@ -410,10 +402,12 @@ def map_samples(
         return fun(jax.tree.unflatten(tree, cut))
 
     # The last chunk begins early where samples do not divide, and only its end is new.
-    out = lax.map(chunk, jnp.minimum(size * jnp.arange(n_chunks), last))
+    out = lax.map(chunk, np.minimum(size * np.arange(n_chunks, dtype=np.int32), last))
     rest = n_samples - size * (n_chunks - 1)
 
     def join(y: Any) -> Any:
+        if rest == size:
+            return y.reshape(-1, *y.shape[2:])
         head = y[:-1].reshape(-1, *y.shape[2:])
         return jnp.concatenate([head, y[-1, size - rest :]])
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from funcgrad._compat import is_split
 
-_FOLD = 8
+_FOLD = 32
 
 
 def wide(dtype: Any) -> Any:
@@ -37,20 +37,27 @@ def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
         return jnp.ones(()), jnp.zeros(()), jnp.ones((), bool)
     dtype = norm_dtype(parts)
     parts = [part.astype(dtype) for part in parts]
-    peak = jnp.stack([jnp.max(jnp.abs(part)) for part in parts]).max()
-    # Not read off the peak: on CPU the compiler's maximum of many numbers loses a NaN.
-    finite = jnp.stack([jnp.isfinite(part).all() for part in parts]).all()
+    peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)) for part in parts])
     # Kept away from both ends of the range, where the reciprocal is flushed to zero.
     widest = 2.0 ** (jnp.finfo(dtype).maxexp - 8)
-    unit = jnp.where(finite & (peak > 0), jnp.clip(peak, 1 / widest, widest), 1)
-    squares = jnp.stack([_folded_sum(jnp.square(part / unit)) for part in parts])
-    return unit, jnp.sqrt(_folded_sum(squares)), finite
+    unit = jnp.where(jnp.isfinite(peak) & (peak > 0), jnp.clip(peak, 1 / widest, widest), 1)
+    squares = [_folded_sum(jnp.square(part / unit)) for part in parts]
+    total = _folded_sum(jnp.stack(squares)) if len(squares) > 1 else squares[0]
+    # Not read off the peak: on CPU the compiler's maximum of many numbers loses a NaN.
+    return unit, jnp.sqrt(total), jnp.isfinite(total)
+
+
+def one_vector(leaves: Sequence[Any]) -> Any:
+    """All real numbers of ``leaves`` side by side, in float32 or wider."""
+    parts = [part.ravel() for leaf in leaves for part in _real_parts(leaf)]
+    dtype = norm_dtype(parts)
+    return jnp.concatenate([part.astype(dtype) for part in [*parts, jnp.zeros(0, dtype)]])
 
 
 def norm_slack(n_entries: int) -> int:
     """Units of roundoff by which ``scaled_norm``, and a scaling by it, may be off."""
     levels = math.ceil(math.log(max(2, n_entries), _FOLD)) + 3
-    return 8 + 4 * levels
+    return 8 + _FOLD // 2 * levels
 
 
 def _real_parts(leaf: Any) -> list[Any]:

@@ -4,31 +4,168 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from funcgrad.parity._table import Row, agree, error_of, row
+import funcgrad as fg
+from funcgrad.parity._table import agree, error_of, row
 
-detect_anomaly = Row(
+
+@row(
     "debugging.detect_anomaly",
-    "set_detect_anomaly",
-    "torch.autograd.set_detect_anomaly(True)",
-    "fg.detect_anomaly(fun)(x)",
+    concept="set_detect_anomaly",
+    torch="torch.autograd.set_detect_anomaly(True)",
+    here="fg.detect_anomaly(fun)(x)",
     needs=("detect_anomaly",),
     note="The first equation that makes a non-finite value, with its source line.",
 )
-gradcheck = Row(
+def detect_anomaly():
+    """The same gradients, finite or not; torch names an operation, here the cause has a line."""
+    import warnings
+
+    import torch
+
+    def blame(theirs, ours, at):
+        """Torch's gradient and ours, torch's words for a NaN, and the report."""
+        x = torch.tensor(at, requires_grad=True)
+        (grad,) = torch.autograd.grad(theirs(x), x)
+        said = "nothing"
+        with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                torch.autograd.grad(theirs(x), x)
+            except RuntimeError as error:
+                said = str(error)
+        gradient = jax.grad(ours)
+        try:
+            fg.detect_anomaly(gradient)(jnp.asarray(at))
+        except fg.AnomalyError as error:
+            return (grad, gradient(jnp.asarray(at))), said, error.report
+        raise AssertionError("no anomaly was found")
+
+    def softmax(exp, x):
+        powers = exp(x)
+        return (powers / powers.sum())[0]
+
+    root, root_said, root_found = blame(
+        lambda x: torch.sqrt(x).sum(), lambda x: jnp.sqrt(x).sum(), [4.0, 0.0]
+    )
+    log, log_said, log_found = blame(
+        lambda x: torch.log(x).sum(), lambda x: jnp.log(x).sum(), [1.0, 0.0]
+    )
+    soft, soft_said, soft_found = blame(
+        lambda x: softmax(torch.exp, x), lambda x: softmax(jnp.exp, x), [800.0, 0.0]
+    )
+    trap, trap_said, trap_found = blame(
+        lambda a: torch.where(a > 0, a.sqrt(), 0.0).sum(),
+        lambda a: jnp.where(a > 0, jnp.sqrt(a), 0.0).sum(),
+        [1.0, -1.0],
+    )
+    found = (root_found, log_found, soft_found, trap_found)
+    return agree(
+        sqrt_at_zero=root,
+        log_at_zero=log,
+        softmax_overflow=soft,
+        where=trap,
+        lines=([report.line is not None for report in found], [True] * 4),
+        # To torch an infinite gradient is no anomaly, and one that turns NaN later is not named.
+        torch_silent=([root_said == "nothing", log_said == "nothing"], [True, True]),
+        cause=([soft_found.operation == "exp", "where(a > 0, a, 1.0)" in trap_found.repair], [True, True]),
+        said={"torch, softmax": soft_said, "torch, where": trap_said, "here": str(trap_found)},
+    )
+
+
+@row(
     "debugging.gradcheck",
-    "gradcheck",
-    "torch.autograd.gradcheck(f, (x,))",
-    "fg.gradcheck(f, (x,))",
+    concept="gradcheck",
+    torch="torch.autograd.gradcheck(f, (x,), raise_exception=False)",
+    here="fg.gradcheck(f, (x,), raise_exception=False)",
     needs=("gradcheck",),
-    note="In float64 by itself; kinks are found.",
+    note="The same tolerances, in fast mode too; in float64 by itself, kinks are called that.",
 )
-gradgradcheck = Row(
+def gradcheck():
+    """Relative errors of 9e-4 and 1.1e-3, absolute ones of 9e-6 and 1.1e-5, and relu at 0."""
+    import torch
+
+    slopes = [(1e4, 9e-4, 0), (1e4, 1.1e-3, 0), (0, 0, 9e-6), (0, 0, 1.1e-5)]
+    x, kink = np.array([1.0, 2.0]), np.array([0.0, 1.0])
+    theirs, ours = [], []
+    for slope, relative, absolute in slopes:
+        wrong = slope * (1 + relative) + absolute
+
+        class Torch(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, slope=slope):
+                return slope * x.sum()
+
+            @staticmethod
+            def backward(ctx, g, wrong=wrong):
+                return wrong * g * torch.ones(2)
+
+        class Here(fg.Function):
+            @staticmethod
+            def forward(ctx, x, slope=slope):
+                return slope * x.sum()
+
+            @staticmethod
+            def backward(ctx, g, wrong=wrong):
+                return wrong * g * jnp.ones(2)
+
+        for fast in (False, True):
+            given = {"raise_exception": False, "fast_mode": fast}
+            t = torch.tensor(x, requires_grad=True)
+            theirs.append(torch.autograd.gradcheck(Torch.apply, (t,), **given))
+            ours.append(fg.gradcheck(Here.apply, (x,), **given).ok)
+
+    t = torch.tensor(kink, requires_grad=True)
+    theirs.append(torch.autograd.gradcheck(torch.relu, (t,), raise_exception=False))
+    found = fg.gradcheck(jax.nn.relu, (kink,), raise_exception=False)
+    ours.append(found.ok)
+
+    expected = [True, True, False, False] * 2 + [False]
+    return agree(verdicts=(theirs, ours, expected), said={"relu": found.entries[0].because})
+
+
+@row(
     "debugging.gradgradcheck",
-    "gradgradcheck",
-    "torch.autograd.gradgradcheck(f, (x,))",
-    "fg.gradgradcheck(f, (x,))",
+    concept="gradgradcheck",
+    torch="torch.autograd.gradgradcheck(f, (x,), raise_exception=False)",
+    here="fg.gradgradcheck(f, (x,), raise_exception=False)",
     needs=("gradgradcheck",),
+    note="Finds a backward half that holds constant what it should not.",
 )
+def gradgradcheck():
+    """A right rule of x³, and one whose backward detaches x: right to first order only."""
+    import torch
+
+    x, theirs, ours = np.array([1.0, -2.0]), [], []
+    for detach in (False, True):
+
+        class Torch(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x**3
+
+            @staticmethod
+            def backward(ctx, g, detach=detach):
+                (x,) = ctx.saved_tensors
+                return 3 * (x.detach() if detach else x) ** 2 * g
+
+        class Here(fg.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x**3
+
+            @staticmethod
+            def backward(ctx, g, detach=detach):
+                (x,) = ctx.saved_tensors
+                return 3 * (jax.lax.stop_gradient(x) if detach else x) ** 2 * g
+
+        for name in ("gradcheck", "gradgradcheck"):
+            t = torch.tensor(x, requires_grad=True)
+            theirs.append(getattr(torch.autograd, name)(Torch.apply, (t,), raise_exception=False))
+            ours.append(getattr(fg, name)(Here.apply, (x,), raise_exception=False).ok)
+
+    return agree(verdicts=(theirs, ours, [True, True, True, False]))
 
 
 @row(

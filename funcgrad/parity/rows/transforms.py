@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from funcgrad.parity._table import Row, agree, row
+import funcgrad as fg
+from funcgrad.parity._table import agree, error_of, row
 
 
 @row(
@@ -107,22 +108,58 @@ def vmap():
     )
 
 
-chunked_vmap = Row(
+@row(
     "transforms.vmap_chunk_size",
-    "vmap(chunk_size)",
-    "torch.vmap(f, chunk_size=4)",
-    "fg.vmap(f, chunk_size=4)",
+    concept="vmap(chunk_size)",
+    torch="torch.vmap(f, in_dims=(None, 0), out_dims=1, chunk_size=4)",
+    here="fg.vmap(f, (None, 0), 1, chunk_size=4)",
     needs=("vmap",),
-    note="Any remainder.",
+    note="Any remainder, and nothing is filled up.",
 )
-randomness = Row(
+def chunked_vmap():
+    """Ten rows in chunks of every size; a shared first argument, output axis 1."""
+    import torch
+
+    sizes = (1, 2, 3, 4, 7, 10, 1000)
+    f = lambda w, x: w * x**2
+    w, xs = torch.tensor([1.0, 2.0, 3.0]), torch.arange(30.0).view(10, 3)
+    theirs = [torch.vmap(f, (None, 0), 1, chunk_size=size)(w, xs) for size in sizes]
+
+    w, xs = jnp.array([1.0, 2.0, 3.0]), jnp.arange(30.0).reshape(10, 3)
+    ours = [fg.vmap(f, (None, 0), 1, chunk_size=size)(w, xs) for size in sizes]
+
+    return agree(chunks=(theirs, ours, [(w * xs**2).T] * len(sizes)))
+
+
+@row(
     "transforms.vmap_randomness",
-    "vmap(randomness)",
-    "torch.vmap(f, randomness='error')",
-    "fg.vmap(f, randomness='error')",
+    concept="vmap(randomness)",
+    torch="torch.vmap(f, randomness='error')",
+    here="fg.vmap(f, in_axes, randomness='error')",
     needs=("vmap",),
-    note="A shared key under 'error' raises.",
+    note="A shared key under 'error' raises with the line; jax.vmap draws the same for all rows.",
 )
+def randomness():
+    """An error, one draw for all rows, or one for each: told apart by the number of values."""
+    import torch
+
+    f = lambda x: x + torch.rand(())
+    words = error_of(lambda: torch.vmap(f)(torch.zeros(4)), RuntimeError, "randomness")
+    count = lambda out: len(set(out.tolist()))
+    theirs = [count(torch.vmap(f, randomness=r)(torch.zeros(4))) for r in ("same", "different")]
+
+    g = lambda key, x: x + jax.random.uniform(key)
+    run = lambda r, **options: fg.vmap(g, (None, 0), randomness=r, **options)(key, jnp.zeros(4))
+    key = jax.random.key(0)
+    own = error_of(lambda: run("error"), ValueError, "every row draws from its own key")
+    ours = [count(run(r)) for r in ("same", "different")]
+    loop = [g(jax.random.fold_in(key, i), 0.0) for i in range(4)]
+
+    return agree(
+        distinct=(theirs, ours, [1, 4]),
+        folded=(loop, run("different"), run("different", chunk_size=3)),
+        said={"torch": words, "fg": own},
+    )
 
 
 @row(
@@ -152,14 +189,69 @@ def jacobian():
     )
 
 
-chunked_jacobian = Row(
+@row(
     "transforms.jacobian_chunk_size",
-    "jacrev(chunk_size)",
-    "torch.func.jacrev(f, chunk_size=4)",
-    "fg.jacrev(f, chunk_size=4)",
-    needs=("jacrev",),
-    note="Seeds are built per chunk, so that memory does not grow with the output.",
+    concept="jacrev(chunk_size), jacfwd(chunk_size)",
+    torch="torch.func.jacrev(f, chunk_size=4)",
+    here="fg.jacrev(f, chunk_size=4)",
+    needs=("jacrev", "jacfwd"),
+    note="Seeds are built per chunk, so that memory does not grow with the output; "
+    "torch's jacfwd has no chunks.",
 )
+def chunked_jacobian():
+    """Chunks of every size, by both modes; and of the identity."""
+    import torch
+
+    sizes = (1, 2, 3, 4, 7, 10, 1000)
+    x = torch.arange(1.0, 11.0)
+    f = lambda x: (x * x.flip(0)).cumsum(0).sin()
+    theirs = [[torch.func.jacrev(f, chunk_size=size)(x) for size in sizes]]
+    theirs += [[torch.func.jacfwd(f)(x)] * len(sizes)]
+    scalar, single = (torch.func.jacrev(lambda x: x)(x) for x in (torch.tensor(5.0), torch.ones(1)))
+
+    x = jnp.arange(1.0, 11.0)
+    g = lambda x: jnp.sin(jnp.cumsum(x * x[::-1]))
+    ours = [[jac(g, chunk_size=size)(x) for size in sizes] for jac in (fg.jacrev, fg.jacfwd)]
+    zero, one = (fg.jacrev(lambda x: x)(x) for x in (jnp.array(5.0), jnp.ones(1)))
+    few, many = jnp.ones(16), jnp.ones((16, 512))
+    memory = lambda jac: jax.jit(jac).lower(few).compile().memory_analysis().temp_size_in_bytes
+    h = lambda x: jnp.tanh(x @ many)
+
+    return agree(
+        jacobian=(theirs, ours, [[jax.jacrev(g)(x)] * len(sizes)] * 2),
+        scalar=(scalar, zero, 1),
+        single=(single, one, [[1]]),
+        said={
+            "temporary bytes of 512 rows": memory(fg.jacrev(h)),
+            "in chunks of 8": memory(fg.jacrev(h, chunk_size=8)),
+        },
+    )
+
+
+@row(
+    "transforms.jacobian_with_value",
+    concept="autograd.functional.jacobian, by the mode that costs less",
+    torch="torch.autograd.functional.jacobian(f, x)",
+    here="fg.jacobian(f)(x): value, jacobian, aux, mode",
+    needs=("jacobian",),
+)
+def jacobian_with_value():
+    """A tall Jacobian by columns, a wide one by rows, the value beside it."""
+    import torch
+
+    x = torch.tensor([1.0, 2.0, 3.0])
+    tall, wide = (lambda x: x.repeat(2) ** 2), (lambda x: x[:2] * x[1:])
+    theirs = [torch.autograd.functional.jacobian(f, x) for f in (tall, wide)]
+
+    x = jnp.array([1.0, 2.0, 3.0])
+    found = [fg.jacobian(f)(x) for f in (lambda x: jnp.tile(x, 2) ** 2, wide)]
+
+    return agree(
+        tall=(theirs[0], found[0].jacobian),
+        wide=(theirs[1], found[1].jacobian, [[2, 1, 0], [0, 3, 2]]),
+        value=(tall(torch.tensor([1.0, 2.0, 3.0])), found[0].value),
+        forward=([True, False], [f.mode == "forward" for f in found]),
+    )
 
 
 @row(
@@ -179,14 +271,85 @@ def hessian():
     return agree(hessian=(theirs, ours, [[6, 0], [0, 12]]))
 
 
-hvp = Row(
+@row(
     "transforms.hvp",
-    "autograd.functional.hvp, vhp",
-    "torch.autograd.functional.hvp(f, a, v)",
-    "fg.hvp(f, a, v); fg.vhp(f, a, v)",
-    needs=("hvp", "vhp"),
-    note="The sum of a³ at [1, 2] with ones: [6, 12].",
+    concept="autograd.functional.hvp, vhp",
+    torch="torch.autograd.functional.hvp(f, a, v)",
+    here="fg.hvp(f, a, v); fg.vhp(f, a, v)",
+    needs=("hvp", "vhp", "hessian"),
+    note="Pytrees and argnums; a direction that does not match is refused by the leaf's name.",
 )
+def hvp():
+    """The sum of a³ at [1, 2]: diag(6, 12), and with ones [6, 12] from both sides."""
+    import torch
+
+    f = lambda a: (a**3).sum()
+    a, v = torch.tensor([1.0, 2.0]), torch.ones(2)
+    right = torch.autograd.functional.hvp(f, a, v)[1]
+    left = torch.autograd.functional.vhp(f, a, v)[1]
+    matrix = torch.func.hessian(f)(a)
+
+    a, v = jnp.array([1.0, 2.0]), jnp.ones(2)
+
+    return agree(
+        hvp=(right, fg.hvp(f, a, v), [6, 12]),
+        vhp=(left, fg.vhp(f, a, v), [6, 12]),
+        hessian=(matrix, fg.hessian(f, chunk_size=1)(a), [[6, 0], [0, 12]]),
+    )
+
+
+@row(
+    "transforms.gauss_newton",
+    concept="Gauss-Newton times a vector",
+    torch="vjp(model)(hvp(loss)(jvp(model)(v)))",
+    here="fg.gnvp(model, loss, w, v)",
+    needs=("gnvp",),
+    note="One linearisation of the model serves both ways.",
+)
+def gauss_newton():
+    """Three transforms by hand; the matrix JᵀHJ."""
+    import torch
+
+    w, v = torch.tensor([2.0, 3.0]), torch.tensor([1.0, -1.0])
+    model = lambda w: torch.stack([w[0] * w[1], w[1].sin(), w[0]])
+    loss = lambda y: (y**4).sum()
+    out, tangent = torch.func.jvp(model, (w,), (v,))
+    curved = torch.func.jvp(torch.func.grad(loss), (out,), (tangent,))[1]
+    (theirs,) = torch.func.vjp(model, w)[1](curved)
+
+    w, v = jnp.array([2.0, 3.0]), jnp.array([1.0, -1.0])
+    model = lambda w: jnp.stack([w[0] * w[1], jnp.sin(w[1]), w[0]])
+    jac, middle = jax.jacobian(model)(w), jax.hessian(loss)(model(w))
+
+    return agree(gnvp=(theirs, fg.gnvp(model, loss, w, v), jac.T @ (middle @ (jac @ v))))
+
+
+@row(
+    "transforms.hessian_trace",
+    concept="diagonal and trace of the Hessian",
+    torch="torch.func.hessian(f)(a).diagonal(), .trace()",
+    here="fg.hessian_diagonal(f)(a), fg.hessian_trace(f)(a); fg.hutchinson(f, n_samples=n)(key, a)",
+    needs=("hessian_diagonal", "hessian_trace", "hutchinson"),
+    note="Exact in chunks without the matrix, or estimated with standard errors.",
+)
+def hessian_trace():
+    """Exact; the estimate lies within four of its own standard errors."""
+    import torch
+
+    a = torch.tensor([0.5, 1.0, 2.0])
+    matrix = torch.func.hessian(lambda a: (a.prod() + (a**3).sum()).sin())(a)
+
+    a = jnp.array([0.5, 1.0, 2.0])
+    f = lambda a: jnp.sin(jnp.prod(a) + (a**3).sum())
+    trace = fg.hessian_trace(f, chunk_size=2)(a)
+    estimate = fg.hutchinson(f, n_samples=200)(jax.random.key(0), a)
+    near = abs(estimate.trace - trace) < 4 * estimate.trace_error
+
+    return agree(
+        diagonal=(matrix.diagonal(), fg.hessian_diagonal(f, chunk_size=2)(a)),
+        trace=(matrix.trace(), trace),
+        estimate=(True, bool(near)),
+    )
 
 
 @row(
@@ -262,21 +425,90 @@ def functional_call_linen():
     )
 
 
-functional_call = Row(
+@row(
     "transforms.functional_call",
-    "functional_call, tied weights",
-    "functional_call(module, params, x, tie_weights=True)",
-    "fg.functional_call(module, params, x)",
+    concept="functional_call, tied weights",
+    torch="torch.func.functional_call(module, params, (x,))",
+    here="fg.functional_call(module, params, x).output",
     needs=("functional_call",),
-    note="Linen and NNX; missing or unexpected names refused; tied 10, untied 11.",
+    note="Linen and NNX; state comes back; missing and unexpected names are refused.",
 )
-stack_modules = Row(
+def functional_call():
+    """A weight under two names: tied 5 + 5, untied 5 + 6, tied with two values refused."""
+    import torch
+    from flax import nnx
+
+    class Torch(torch.nn.Module):
+        def __init__(self, tied):
+            super().__init__()
+            self.foo = torch.nn.Parameter(torch.tensor(1.0))
+            self.bar = self.foo if tied else torch.nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x):
+            return x + self.foo + self.bar
+
+    class Here(nnx.Module):
+        def __init__(self, tied):
+            self.foo = nnx.Param(jnp.array(1.0))
+            self.bar = self.foo if tied else nnx.Param(jnp.array(1.0))
+
+        def __call__(self, x):
+            return x + self.foo[...] + self.bar[...]
+
+    zero, one, both = torch.tensor(0.0), {"foo": 5.0}, {"foo": 5.0, "bar": 6.0}
+    tensors = lambda tree: {name: torch.tensor(x) for name, x in tree.items()}
+    theirs = lambda tied, tree: torch.func.functional_call(Torch(tied), tensors(tree), (zero,))
+    ours = lambda tied, tree: fg.functional_call(Here(tied), tree, 0.0).output
+    slope = torch.func.grad(lambda w: torch.func.functional_call(Torch(True), {"foo": w}, (zero,)))
+    unknown = lambda: fg.functional_call(Here(True), {"fo": 5.0}, 0.0)
+
+    return agree(
+        tied=(theirs(True, one), ours(True, one), ours(True, {"bar": 5.0}), 10),
+        untied=(theirs(False, both), ours(False, both), 11),
+        grad=(slope(torch.tensor(5.0)), jax.grad(lambda w: ours(True, {"foo": w}))(5.0), 2),
+        said={
+            "torch": error_of(lambda: theirs(True, both), ValueError, "multiple values"),
+            "here": error_of(lambda: ours(True, both), ValueError, "one value; got two"),
+            "unknown": error_of(unknown, ValueError, "missing 'bar'; unexpected 'fo'"),
+        },
+    )
+
+
+@row(
     "transforms.stack_module_state",
-    "stack_module_state",
-    "torch.func.stack_module_state(models)",
-    "fg.stack_modules(models)",
-    needs=("stack_modules",),
+    concept="stack_module_state",
+    torch="torch.func.stack_module_state(models)",
+    here="fg.stack_modules(models)",
+    needs=("stack_modules", "functional_call"),
+    note="NNX modules, or variables of a Linen module; another structure is refused by path.",
 )
+def stack_modules():
+    """Three layers with batch statistics: outputs and new statistics equal the loop."""
+    import torch
+    from flax import nnx
+
+    xs = torch.randn(3, 5, 2)
+    theirs = [torch.nn.BatchNorm1d(2) for _ in range(3)]
+    for i, model in enumerate(theirs):
+        torch.nn.init.constant_(model.weight, i + 1.0)
+    stacked = torch.func.stack_module_state(theirs)
+    call = lambda p, b, x: torch.func.functional_call(theirs[0], (p, b), (x,))
+    out = torch.vmap(call)(*stacked, xs)
+    loop = torch.stack([model(x) for model, x in zip(theirs, xs, strict=True)])
+
+    ours = [nnx.BatchNorm(2, epsilon=1e-5, rngs=nnx.Rngs(0)) for _ in range(3)]
+    for i, model in enumerate(ours):
+        model.scale = nnx.Param(jnp.full(2, i + 1.0))
+        model.mean, model.var = nnx.BatchStat(jnp.zeros(2)), nnx.BatchStat(jnp.ones(2))
+    called = jax.vmap(lambda variables, x: fg.functional_call(ours[0], variables, x))(
+        fg.stack_modules(ours), jnp.asarray(xs.numpy())
+    )
+    # torch's momentum counts the other way round: 0.1 there, and 0.99 here.
+    means = [10 * model.running_mean for model in theirs]
+    return agree(
+        output=(loop, out, called.output),
+        mean=(torch.stack(means), 100 * called.state["mean"].get_value()),
+    )
 
 
 @row(

@@ -1,0 +1,56 @@
+"""Which rows of an argument are at fault, by experiment."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from funcgrad._anomaly._values import Origin
+
+
+def rows_at_fault(
+    inputs: Sequence[tuple[str, Any]], origin: Origin, is_cured: Callable[[list[Any]], bool]
+) -> str:
+    """In words; empty where no experiment shows it.
+
+    Along an axis of the faulty value that is as long as the first axis of all arrays of an
+    argument, the places that are bad are taken for its rows.  They are named if the result is
+    finite with a good row in their place, and is not with that row in the place of all others.
+    """
+    if origin.bad is None or origin.path != origin.within:
+        return ""
+    for axis, size in enumerate(origin.bad.shape):
+        bad = origin.bad.any(axis=tuple(i for i in range(origin.bad.ndim) if i != axis))
+        if bad.all():
+            continue
+        good = int(np.flatnonzero(~bad)[0])
+
+        def replaced(names: Sequence[str], rows: Any, good: int = good) -> list[Any]:
+            filled = lambda x: x.at[np.flatnonzero(rows)].set(x[good])
+            return [filled(x) if name in names else x for name, x in inputs]
+
+        arguments = _arguments(inputs, size)
+        together = [name for names in arguments for name in names]
+        for names in [*arguments, together] if arguments[1:] else arguments:
+            if is_cured(replaced(names, bad)) and not is_cured(replaced(names, ~bad)):
+                at_fault = np.flatnonzero(bad)
+                which = ", ".join(map(str, at_fault[:8])) + (", ..." if at_fault.size > 8 else "")
+                rows = "row" if at_fault.size == 1 else "rows"
+                return (
+                    f"{rows} {which} of {size} of {', '.join(names)}: with row {good} there "
+                    "instead, the result is finite"
+                )
+    return ""
+
+
+def _arguments(inputs: Sequence[tuple[str, Any]], size: int) -> list[list[str]]:
+    """The names of the arrays of each argument whose arrays all begin with ``size``."""
+    arguments: dict[str, list[tuple[str, Any]]] = {}
+    for name, x in inputs:
+        arguments.setdefault(name.replace(".", "[").partition("[")[0], []).append((name, x))
+    return [
+        [name for name, _ in leaves]
+        for leaves in arguments.values()
+        if all(jnp.shape(x)[:1] == (size,) for _, x in leaves)
+    ]
