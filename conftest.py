@@ -22,7 +22,7 @@ import jax
 import pytest
 
 DEEP = os.environ.get("FUNCGRAD_DEEP", "0") not in ("", "0")
-PROGRAMS = 1000 if DEEP else 30
+PROGRAMS = 1000 if DEEP else 20
 TORCH = importlib.util.find_spec("torch") is not None
 NO_TORCH = "torch is not installed"
 
@@ -31,7 +31,7 @@ _health = [
     hypothesis.HealthCheck.function_scoped_fixture,  # `torch` and `x64` hold no state to reset
 ]
 hypothesis.settings.register_profile(
-    "fast", max_examples=15, deadline=None, derandomize=True, suppress_health_check=_health
+    "fast", max_examples=10, deadline=None, derandomize=True, suppress_health_check=_health
 )
 hypothesis.settings.register_profile(
     "deep", max_examples=500, deadline=None, print_blob=True, suppress_health_check=_health
