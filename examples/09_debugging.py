@@ -77,8 +77,7 @@ else:
 # %% The repair is the one that the report prints, in the names of this file: two `where`.
 def repaired(params, x):
     weights = jnp.square(params["weight"])
-    safe_weights = jnp.where(weights > 0, weights, 1.0)
-    log_weights = jnp.where(weights > 0, jnp.log(safe_weights), -1e9)
+    log_weights = jnp.where(weights > 0, jnp.log(jnp.where(weights > 0, weights, 1.0)), -1e9)
     bumps = -0.5 * ((x[:, None] - params["mean"]) / params["width"]) ** 2
     return -jax.nn.logsumexp(bumps - jnp.log(params["width"]) + log_weights, axis=1).mean()
 
@@ -91,7 +90,7 @@ for _ in range(60):
     curve.append(float(value))
 
 
-# %% In a loop the iteration is named, in a batch the sample, if an experiment shows which it is.
+# %% In a loop the iteration is named, in a batch the rows, if an experiment shows which.
 def roll(decay, x):
     def move(state, t):
         state = jnp.exp(decay * t) * state + x
@@ -128,6 +127,6 @@ figure.savefig(out / "09_debugging.png", dpi=110)
 # %% What must hold.
 assert report.line.code == linecache.getline(__file__, report.line.line).strip()
 assert "jnp.log(weights)" in report.line.code and report.reached[0] == "result[0]['weight']"
-assert "safe_weights = jnp.where(weights > 0, weights, 1.0)" in report.repair
+assert "jnp.log(jnp.where(weights > 0, weights, 1.0))" in report.repair
 assert math.isfinite(curve[-1]) and curve[-1] < curve[0]
 assert np.isfinite(states[bad - 1]) and not np.isfinite(states[bad])

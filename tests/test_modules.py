@@ -110,7 +110,6 @@ def test_gradient_of_a_scan_over_calls_equals_that_of_the_module():
     model = Net()
     params, rest = nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
 
-    @jax.jit
     def loss(params):
         def step(state, x):
             called = fg.functional_call(model, (params, state), x)
@@ -119,7 +118,7 @@ def test_gradient_of_a_scan_over_calls_equals_that_of_the_module():
         state, losses = jax.lax.scan(step, rest, jnp.stack([X, X + 1]))
         return losses.sum(), state
 
-    grads, state = jax.grad(loss, has_aux=True)(params)
+    grads, state = jax.jit(jax.grad(loss, has_aux=True))(params)
 
     def by_hand(model):
         return (model(X) ** 2).sum() + (model(X + 1) ** 2).sum()
@@ -373,13 +372,16 @@ def test_other_method_and_boxed_parameters_of_a_linen_module():
 def test_gradient_under_jit_of_a_linen_module(linen):
     net, variables = linen
     state = {"batch_stats": variables["batch_stats"]}
-    loss = lambda params: (
-        fg.functional_call(net, (params, state), X, train=False).output ** 2
-    ).sum()
-    expected = jax.grad(
-        lambda params: (net.apply({"params": params, **state}, X, train=False) ** 2).sum()
-    )(variables["params"])
-    found = jax.jit(jax.grad(loss))(variables["params"])
+
+    @jax.jit
+    def both(params):
+        ours = lambda p: fg.functional_call(net, (p, state), X, train=False).output
+        theirs = lambda p: net.apply({"params": p, **state}, X, train=False)
+        return [
+            jax.grad(lambda p, call=call: (call(p) ** 2).sum())(params) for call in (ours, theirs)
+        ]
+
+    found, expected = both(variables["params"])
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -409,7 +411,7 @@ def test_mutable_is_refused(linen):
 
 
 def test_ensemble_equals_the_loop_with_each_member_its_own_dropout():
-    models = [Net(seed) for seed in range(3)]
+    models = [Net(seed) for seed in range(2)]
     stacked = fg.stack_modules(models)
     call = lambda variables, x: fg.functional_call(models[0], variables, x)
     called = jax.jit(jax.vmap(call, (0, None)))(stacked, X)
@@ -419,12 +421,12 @@ def test_ensemble_equals_the_loop_with_each_member_its_own_dropout():
         mean = member["norm"]["mean"].get_value()
         np.testing.assert_allclose(mean, model.norm.mean.get_value(), atol=1e-5)
     keys = jax.random.key_data(stacked.state["drop"]["rngs"]["key"].get_value())
-    assert len({tuple(key.tolist()) for key in keys}) == 3
+    assert len({tuple(key.tolist()) for key in keys}) == 2
 
 
 def test_ensemble_of_linen_variables_equals_the_loop(linen):
-    net, _ = linen
-    members = [net.init(jax.random.key(i), X, train=False) for i in range(3)]
+    net, variables = linen
+    members = [jax.tree.map(lambda leaf, i=i: leaf + i, variables) for i in range(2)]
     stacked = fg.stack_modules(members)
     call = lambda variables: fg.functional_call(net, variables, X, train=False).output
     outputs = jax.vmap(call)(stacked)

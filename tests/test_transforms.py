@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
-from conftest import PROGRAMS
+from conftest import DEEP, PROGRAMS
 from programs import programs
 
 KEY = jax.random.key(0)
@@ -24,8 +24,17 @@ def close(a, b, tolerance=1e-5):
         assert np.allclose(np.asarray(x), np.asarray(y), tolerance, tolerance, equal_nan=True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _fast_compiler():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def cost(fun, *args):
+    jax.config.update("jax_disable_most_optimizations", False)
     compiled = jax.jit(fun).lower(*args).compile()
+    jax.config.update("jax_disable_most_optimizations", True)
     figures, memory = compiled.cost_analysis(), compiled.memory_analysis()
     return figures["flops"], figures["bytes accessed"], memory.temp_size_in_bytes
 
@@ -47,7 +56,8 @@ X = jnp.array([0.5, -1.0, 2.0])
 def test_every_chunk_size_gives_the_jacobian_of_trees(name):
     theirs = jax.jit(getattr(jax, name)(model, (0, 1)))(PARAMS, X)
     ours = getattr(fg, name)
-    all_chunks = lambda *args: [ours(model, (0, 1), chunk_size=c)(*args) for c in (None, *CHUNKS)]
+    chunks = (None, *CHUNKS) if DEEP else (None, 1, 4, 1000)
+    all_chunks = lambda *args: [ours(model, (0, 1), chunk_size=c)(*args) for c in chunks]
     for jac in jax.jit(all_chunks)(PARAMS, X):
         close(jac, theirs)
 
@@ -69,6 +79,8 @@ def test_shapes_without_entries_or_axes(jac):
     close(value(jac(lambda x: x)(jnp.ones(1))), jnp.ones((1, 1)))
     close(value(jac(lambda x: x[:0])(X)), jnp.zeros((0, 3)))
     close(value(jac(lambda x: X * x.sum())(jnp.zeros((2, 0)))), jnp.zeros((3, 2, 0)))
+    assert value(jac(lambda p: {"a": X})({"p": None})) == {"a": {"p": None}}
+    assert value(jac(lambda x: {"a": None})(X)) == {"a": None}
 
 
 @pytest.mark.parametrize("name", ["jacrev", "jacfwd"])
@@ -148,8 +160,8 @@ def test_work_and_memory_without_chunks_are_those_of_jax():
             assert ratios.max() <= 1.1
 
 
-@pytest.mark.parametrize("size", [64, 60])  # without and with a remainder
-@pytest.mark.parametrize("jac", [fg.jacrev, fg.jacfwd])
+# Without and with a remainder.
+@pytest.mark.parametrize("jac, size", [(fg.jacrev, 60), (fg.jacfwd, 64)])
 def test_temporaries_do_not_grow_with_the_jacobian(jac, size):
     def temporaries(n, size):
         fun = lambda x: jnp.tanh(x @ WIDE[:, :n] if jac is fg.jacrev else WIDE[:, :n] @ x)
@@ -182,8 +194,8 @@ def test_the_forward_pass_runs_once_and_one_row_at_a_time_maps_nothing():
 
 def _models():
     rng = np.random.default_rng(0)
-    mats = [jnp.asarray(rng.normal(size=(32, 32)) / 6, jnp.float32) for _ in range(4)]
-    xs = jnp.asarray(rng.normal(size=(16, 32)), jnp.float32)
+    mats = [jnp.asarray(rng.normal(size=(16, 16)) / 4, jnp.float32) for _ in range(4)]
+    xs = jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)
     layer = lambda h, w: jnp.tanh(h @ w)
 
     def attention(p):
@@ -200,7 +212,7 @@ def _models():
     }
 
 
-@pytest.mark.parametrize("name", ["mlp", "scan", "attention"])
+@pytest.mark.parametrize("name", ["mlp", "scan", "attention"] if DEEP else ["scan"])
 def test_hvp_costs_no_more_than_the_best_order_by_hand(name):
     fun, p = _models()[name]
     dot = lambda a, b: sum(jax.tree.leaves(jax.tree.map(jnp.vdot, a, b)))
@@ -221,11 +233,15 @@ def test_hvp_costs_no_more_than_the_best_order_by_hand(name):
 
 def test_jacobian_says_value_aux_and_mode():
     tall, wide = (lambda x: (jnp.tile(x, 2), x.sum())), (lambda x: (x[:1] * x[1:2], x.sum()))
-    for fun, mode in ((tall, "forward"), (wide, "reverse")):
-        found = jax.jit(fg.jacobian(fun, has_aux=True, chunk_size=2))(X)
-        assert found.mode == mode
+    both = [fg.jacobian(fun, has_aux=True, chunk_size=2) for fun in (tall, wide)]
+    forward, reverse = jax.jit(lambda x: [jac(x) for jac in both])(X)
+    assert (forward.mode, reverse.mode) == ("forward", "reverse")
+    for found, fun, jac in (
+        (forward, tall, np.tile(np.eye(3, dtype=np.float32), (2, 1))),
+        (reverse, wide, np.array([[-1, 0.5, 0]], np.float32)),
+    ):
         close((found.value, found.aux), fun(X))
-        close(found.jacobian, jax.jacrev(fun, has_aux=True)(X)[0])
+        close(found.jacobian, jac)
     assert fg.jacobian(lambda x: x)(X).aux is None
 
 
@@ -288,12 +304,21 @@ def test_products_compose_with_every_transform():
         close(found, expected)
 
 
-def test_everything_works_on_each_shard():
+@pytest.fixture
+def mesh():
     mesh = jax.make_mesh((2,), ("x",))
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def spread(mesh, x, *spec):
+    return jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))
+
+
+def test_each_device_differentiates_a_function_of_its_own(mesh):
     fun = lambda a: (jnp.sin(a) * a[0]).sum()
 
     def local(a, v):
-        estimate = fg.hutchinson(fun, n_samples=3, chunk_size=2)(KEY, a)
         return (
             fg.hvp(fun, a, v),
             fg.vhp(fun, a, v),
@@ -301,19 +326,74 @@ def test_everything_works_on_each_shard():
             fg.jacrev(jnp.sin, chunk_size=2)(a),
             fg.hessian_diagonal(fun, chunk_size=2)(a),
             fg.gnvp(jnp.sin, lambda y: (y**2).sum(), a, v),
-            estimate.diagonal,
         )
 
-    at, v = jnp.arange(6.0), jnp.cos(jnp.arange(6.0))
-    sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
-    with jax.set_mesh(mesh):
-        place = lambda x: jax.device_put(x, jax.NamedSharding(mesh, P("x")))
-        found = sharded(place(at), place(v))
-        whole = jax.jit(fg.jacfwd(jnp.sin, chunk_size=4))(place(at))
+    at, v = np.arange(6.0, dtype=np.float32), np.cos(np.arange(6.0, dtype=np.float32))
+    sharded = jax.jit(jax.shard_map(local, in_specs=P("x"), out_specs=P("x")))
+    found = sharded(spread(mesh, at, "x"), spread(mesh, v, "x"))
     halves = [jax.jit(local)(at[i : i + 3], v[i : i + 3]) for i in (0, 3)]
     for got, *parts in zip(found, *halves, strict=True):
         assert np.allclose(np.asarray(got), np.concatenate(parts), atol=1e-5)
-    assert np.allclose(np.asarray(whole), np.diag(np.cos(at)), atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [("x",), (None, "x")])
+def test_arrays_spread_over_devices_by_explicit_shardings(mesh, spec):
+    at = np.arange(8.0, dtype=np.float32).reshape(2, 4)
+    fun = lambda a: jnp.sin(a).sum() ** 2
+
+    def run(a):
+        jacs = [jac(jnp.sin, chunk_size=3)(a) for jac in (fg.jacrev, fg.jacfwd)]
+        return jacs, fg.hessian(fun)(a), fg.hessian_diagonal(fun, chunk_size=3)(a)
+
+    found, expected = jax.jit(run)(spread(mesh, at, *spec)), jax.jit(run)(jnp.asarray(at))
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.allclose(np.asarray(a), np.asarray(b), atol=1e-5)
+
+
+def on_devices(fun, args, in_specs, out_specs, **options):
+    return jax.jit(jax.shard_map(fun, in_specs=in_specs, out_specs=out_specs, **options))(*args)
+
+
+COUPLED = lambda a: lax.psum(a.sum(), "x") ** 2 / 2
+
+
+@pytest.mark.parametrize(
+    "derivative, words",
+    [
+        (lambda a: fg.jacfwd(COUPLED)(a), "jacfwd: .*psum.* over 'x' at .*test_transforms"),
+        (lambda a: fg.hessian(COUPLED)(a), "jac(fwd|rev): inside shard_map"),
+        (lambda a: fg.hessian_diagonal(COUPLED)(a), "hessian_diagonal: inside shard_map"),
+        (lambda a: fg.jacrev(lambda a: a - lax.pmean(a, "x"))(a), "jacrev: inside shard_map"),
+    ],
+)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_derivatives_that_devices_would_mix_are_refused(mesh, derivative, words, check_vma):
+    a = spread(mesh, jnp.arange(4.0), "x")
+    with pytest.raises(ValueError, match=words):
+        on_devices(derivative, (a,), P("x"), P("x"), check_vma=check_vma)
+
+
+def test_rows_of_several_devices_are_not_summed(mesh):
+    # JAX gives each device the sum in reverse mode, and its own rows in forward mode.
+    w, x = jnp.ones(2), spread(mesh, jnp.array([3.0, 5.0]), "x")
+    specs = (P(), P("x")), P("x")
+    fun = lambda w, x: w * x
+    with pytest.raises(ValueError, match="jacrev: .*pvary over 'x'.*pcast"):
+        on_devices(fg.jacrev(fun), (w, x), *specs)
+    own = lambda w, x: fg.jacrev(fun)(lax.pcast(w, "x", to="varying"), x)
+    expected = np.concatenate([3 * np.eye(2), 5 * np.eye(2)])
+    for jac in (own, fg.jacfwd(fun)):
+        assert np.array_equal(on_devices(jac, (w, x), *specs), expected)
+    mean = fg.hessian(lambda w, x: lax.pmean((w * x).sum() ** 2, "x"))
+    assert np.array_equal(on_devices(mean, (w, x), specs[0], P()), np.full((2, 2), 34))
+
+
+def test_random_signs_differ_between_devices(mesh):
+    # Equal ones would add the entries between devices to the diagonal, without any spread.
+    estimate = lambda a: fg.hutchinson(COUPLED, n_samples=64, chunk_size=64)(KEY, a)[2:]
+    a = spread(mesh, jnp.ones(2), "x")
+    diagonal, error = map(np.asarray, on_devices(estimate, (a,), P("x"), P("x")))
+    assert (abs(diagonal - 1) < 4 * error).all() and (0 < error).all() and (error < 0.2).all()
 
 
 def test_both_sides_agree_on_complex_arguments():
@@ -340,9 +420,10 @@ def test_left_and_right_differ_where_a_rule_is_no_derivative():
     rule = jax.custom_vjp(lambda x: x**2)
     rule.defvjp(lambda x: (x**2, x), lambda x, g: (g * x[::-1] ** 2,))
     fun = lambda x: (rule(x) * jnp.array([1.0, 3.0])).sum()
-    grad_matrix = jax.jacrev(jax.grad(fun))(A)
-    close(fg.hvp(fun, A, A), grad_matrix @ A)
-    close(fg.vhp(fun, A, A), A @ grad_matrix)
+    products = lambda a: (fg.hvp(fun, a, a), fg.vhp(fun, a, a), jax.jacrev(jax.grad(fun))(a))
+    right, left, grad_matrix = jax.jit(products)(A)
+    close(right, grad_matrix @ A)
+    close(left, A @ grad_matrix)
 
 
 def test_gauss_newton_is_the_hessian_without_the_curvature_of_the_model():
@@ -377,34 +458,36 @@ def test_gauss_newton_runs_a_looping_model_once():
 # Diagonal and trace.
 
 
-@pytest.mark.parametrize("size", [None, 1, 3, 4, 1000])
-def test_diagonal_and_trace_equal_those_of_the_matrix(size):
+def test_diagonal_and_trace_equal_those_of_the_matrix():
     fun = lambda p: model(p, X)["n"] ** 2 + jnp.sin(p["w"]).sum() ** 2
 
     def run(p):
         flat, unravel = ravel_pytree(p)
         matrix = jax.hessian(lambda f: fun(unravel(f)))(flat)
-        ours = fg.hessian_diagonal(fun, chunk_size=size)(p)
-        return ours, unravel(jnp.diag(matrix)), fg.hessian_trace(fun, chunk_size=size)(p), matrix
+        ours = [fg.hessian_diagonal(fun, chunk_size=size)(p) for size in (None, 1, 3, 4)]
+        return ours, fg.hessian_trace(fun)(p), unravel(jnp.diag(matrix)), jnp.trace(matrix)
 
-    ours, expected, trace, matrix = jax.jit(run)(PARAMS)
-    close(ours, expected)
-    close(trace, jnp.trace(matrix))
+    ours, trace, diagonal, expected = jax.jit(run)(PARAMS)
+    for found in ours:
+        close(found, diagonal)
+    close(trace, expected)
 
 
 def test_a_nan_stays_in_its_entry():
     fun = lambda a: jnp.sqrt(a[0]) + a[1] ** 3
-    found = fg.hessian_diagonal(fun)(jnp.array([-1.0, 2.0]))
+    found = jax.jit(fg.hessian_diagonal(fun))(jnp.array([-1.0, 2.0]))
     assert jnp.isnan(found[0]) and found[1] == 12
-    assert fg.hessian_diagonal(CUBE)(A.astype(jnp.bfloat16)).dtype == jnp.bfloat16
-    assert fg.hessian_trace(CUBE)(A.astype(jnp.bfloat16)).dtype == jnp.float32
 
 
-def test_random_signs_are_exact_on_a_diagonal_and_right_on_average(x64):
-    found = fg.hutchinson(CUBE, n_samples=2)(KEY, A)
-    close(found, fg.hutchinson(CUBE, n_samples=2)(KEY, A))
-    assert found.trace == 18 and found.trace_error == 0 and found.diagonal_error.tolist() == [0, 0]
+def test_the_diagonal_keeps_dtypes_and_the_trace_is_wide():
+    p = {"a": A.astype(jnp.bfloat16), "b": A.astype(jnp.float16), "c": A}
+    fun = lambda p: sum(CUBE(leaf) for leaf in p.values())
+    found = jax.jit(fg.hessian_diagonal(fun, chunk_size=4))(p)
+    close(found, jax.tree.map(lambda x: 6 * x, p))
+    assert jax.eval_shape(fg.hessian_trace(CUBE), p["a"]).dtype == jnp.float32
 
+
+def test_random_signs_are_right_on_average_and_know_their_error():
     matrix = np.random.default_rng(0).normal(size=(6, 6))
     matrix += matrix.T
     fun = lambda p: (
@@ -412,9 +495,9 @@ def test_random_signs_are_exact_on_a_diagonal_and_right_on_average(x64):
     )
     p = {"a": jnp.ones(2), "b": jnp.ones(4)}
     n = 397  # with a remainder
-    runs = [jax.jit(fg.hutchinson(fun, n_samples=n, chunk_size=c))(KEY, p) for c in (64, 1000)]
-    close(*runs, 1e-10)
-    found = runs[0]
+    estimates = [fg.hutchinson(fun, n_samples=n, chunk_size=size) for size in (64, 1000)]
+    found, whole = jax.jit(lambda p: [estimate(KEY, p) for estimate in estimates])(p)
+    close(found, whole)
     assert abs(found.trace - np.trace(matrix)) < 4 * found.trace_error
     off = matrix - np.diag(np.diag(matrix))
     # The variance of one sample is twice the sum of the squares beside the diagonal.
@@ -446,6 +529,8 @@ INTS = {"w": jnp.ones(2), "n": jnp.arange(3)}
         (lambda: fg.hvp(CUBE, A, A, argnums=1), ValueError, "got 1 for 1 of them"),
         (lambda: fg.hvp(CUBE, A, A, argnums=()), ValueError, "argnums are places"),
         (lambda: fg.hvp(CUBE, A, (A, A), argnums=(0, -1)), ValueError, "each argument once"),
+        (lambda: fg.hvp(CUBE, {"f": jnp.sin}, A), TypeError, r"a .*Function in args\[0\]\['f'\]"),
+        (lambda: fg.hvp(CUBE, {"f": "float32"}, A), TypeError, r"got a str in args\[0\]\['f'\]"),
         (lambda: fg.jacrev(lambda p: p["w"])(INTS), TypeError, r"jacrev: .*args\[0\]\['n'\]"),
         (
             lambda: fg.jacfwd(lambda a: {"i": jnp.argmax(a)})(A),
@@ -462,7 +547,7 @@ INTS = {"w": jnp.ones(2), "n": jnp.arange(3)}
         (lambda: fg.hutchinson(CUBE, n_samples=1), ValueError, "n_samples is 2 or more"),
         (lambda: fg.hutchinson(CUBE, n_samples=2)(KEY, A * 1j), TypeError, "arguments are real"),
         (lambda: fg.gnvp(jnp.argmax, CUBE, A, A), TypeError, "gnvp: outputs of model are floating"),
-        (lambda: fg.gnvp(jnp.sin, jnp.cos, A, A), TypeError, "gnvp: fun returns one floating"),
+        (lambda: fg.gnvp(jnp.sin, jnp.cos, A, A), TypeError, "gnvp: loss returns one floating"),
     ],
 )
 def test_what_cannot_be_is_refused(call, kind, words):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from funcgrad import _jaxpr
+from funcgrad._anomaly import _call
 from funcgrad._anomaly._call import Call, all_finite
 from funcgrad._anomaly._phase import is_backward, module_scopes
 from funcgrad._anomaly._report import Anomaly, is_inexact, summarise
@@ -41,6 +42,9 @@ def detect_anomaly(fun: Callable[..., Any], *, ignore: LeafSpec = None) -> Calla
     equation that makes something not finite of finite operands, and whose bad elements really
     arrive in the result: what a ``where`` or an ``exp`` turns into finite numbers does not
     count, nor does an infinity written on purpose, as in a mask, until a NaN is made of it.
+
+    The line is that of the user's innermost frame.  Of the backward of a ``jax.custom_vjp`` JAX
+    keeps the line of its call only; that of a ``Function`` has its own.
 
     Put it outermost: around ``jax.grad(loss)``, for the gradient is a result, too; around a
     whole training step; around its ``jit``.  The call waits for the result.
@@ -130,12 +134,9 @@ def _found(call: Call, bad: Any, ignore: LeafSpec) -> Anomaly:
 
     arrays = [x for _, x in inputs]
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(functools.partial(flat, opened=True))(*arrays))
-    for compiled in (True, False):
-        rerun = Rerun(compiled)
-        values = [rerun.given(x, "input", f"input {name}") for name, x in inputs]
-        outputs = rerun.run(jaxpr, consts, values, Place())
-        if any(value.origins for value in outputs):
-            break
+    rerun = Rerun()
+    values = [rerun.given(x, "input", f"input {name}") for name, x in inputs]
+    outputs = rerun.run(jaxpr, consts, values, Place())
 
     reached: dict[Origin, list[str]] = {}
     for name, value in zip(names, outputs, strict=True):
@@ -160,11 +161,16 @@ def _found(call: Call, bad: Any, ignore: LeafSpec) -> Anomaly:
         )
         return Anomaly(bad, inputs=known, note=note)
 
-    def is_cured(trial: list[Any]) -> bool:
-        return all_finite(flat(*trial))
+    def is_cured(trial: list[Any]) -> bool | None:
+        try:
+            return all_finite(flat(*trial))
+        except Exception:  # what it checks of its arguments may not hold for others
+            return None
 
     first = made[0]
     line = _jaxpr.source_line(first.eqn, first.parents)
+    if line is not None and line.file == _call.__file__:  # nobody else's code made it
+        line = None
     operation = first.eqn.primitive.name
     derived = first.derivative_of is not None
     # Reverse mode makes some of a derivative's equations ahead of the backward pass.
@@ -183,7 +189,7 @@ def _found(call: Call, bad: Any, ignore: LeafSpec) -> Anomaly:
         operands=first.operands,
         reached=tuple(reached[first]),
         inputs=known,
-        sample="" if jaxpr.effects else rows_at_fault(inputs, first, is_cured),
+        rows="" if jaxpr.effects else rows_at_fault(inputs, first, is_cured),
         n_others=len({_jaxpr.source_line(o.eqn, o.parents) for o in made} - {line}),
         repair=repair(trap, first.derivative_of or operation, line) if trap else "",
         note=first.note,

@@ -167,10 +167,10 @@ class _While:
         (value,) = self.rerun.run(
             self.test.jaxpr, self.test.consts, [*self.test_consts, *carry], inside
         )
-        goes_on = np.unique(np.asarray(value.array))
-        if len(goes_on) > 1:
+        self.goes_on = np.asarray(value.array)
+        if self.at.devices is not None and len(np.unique(self.goes_on)) > 1:
             raise Refused(f"devices leave the loop{self.at.around(self.eqn)} at different times")
-        return bool(goes_on[0])
+        return bool(self.goes_on.any())
 
     def place(self, i: int) -> int:
         return i
@@ -181,7 +181,11 @@ class _While:
     def run(self, carry: list[Value], i: int) -> list[Value]:
         words = f"while{self.at.around(self.eqn)}, iteration {i}"
         inside = self.at.enter(self.eqn, words)
-        return self.rerun.run(self.body.jaxpr, self.body.consts, [*self.consts, *carry], inside)
+        new = self.rerun.run(self.body.jaxpr, self.body.consts, [*self.consts, *carry], inside)
+        if self.goes_on.all():
+            return new
+        # Under `vmap` the others stay as they are, which no equation says.
+        return [_chosen(self.goes_on, a, b) for a, b in zip(new, carry, strict=True)]
 
     def skip(self, carry: list[Value], i: int) -> tuple[int, list[Value]]:
         arrays = ([v.array for v in vs] for vs in (self.test_consts, self.consts, carry))
@@ -189,12 +193,15 @@ class _While:
         return int(i), [Value(x) for x in found]
 
     def _skipping(self, test_consts: Any, consts: Any, carry: Any, i: Any) -> Any:
+        def more(carry: Any) -> Any:
+            return eval_jaxpr(self.test.jaxpr, self.test.consts, *test_consts, *carry)[0]
+
         def stop(i: Any, carry: Any) -> Any:
-            (more,) = eval_jaxpr(self.test.jaxpr, self.test.consts, *test_consts, *carry)
-            return ~more
+            return ~more(carry).any()
 
         def step(carry: Any, i: Any) -> Any:
-            out = eval_jaxpr(self.body.jaxpr, self.body.consts, *consts, *carry)
+            new = eval_jaxpr(self.body.jaxpr, self.body.consts, *consts, *carry)
+            out = [_where(more(carry), a, b) for a, b in zip(new, carry, strict=True)]
             return out, out
 
         return _until_bad(stop, step, carry, i)
@@ -204,6 +211,22 @@ class _While:
 
     def stacked(self, ys: Any, whole: Any) -> list[Value]:
         return []
+
+
+def _chosen(chosen: Any, new: Value, old: Value) -> Value:
+    none = np.zeros(np.shape(new.array), bool)
+    masks = {
+        origin: np.asarray(
+            _where(chosen, new.origins.get(origin, none), old.origins.get(origin, none))
+        )
+        for origin in (*new.origins, *old.origins)
+    }
+    kept = {origin: mask for origin, mask in masks.items() if mask.any()}
+    return Value(_where(chosen, new.array, old.array), kept)
+
+
+def _where(chosen: Any, new: Any, old: Any) -> Any:
+    return jnp.where(chosen.reshape(chosen.shape + (1,) * (jnp.ndim(new) - chosen.ndim)), new, old)
 
 
 def _until_bad(stop: Any, step: Any, carry: Any, i: Any) -> Any:

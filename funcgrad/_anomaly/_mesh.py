@@ -23,6 +23,7 @@ class Devices:
     mesh: Any
     names: tuple[str, ...]
     typed: bool
+    _programs: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def axes(self, atom: Any) -> tuple[str, ...]:
         """The mesh axes over which a value may differ."""
@@ -46,7 +47,7 @@ class Devices:
             )
         )
 
-    def compile(self, fun: Any, ins: Sequence[Any], outs: Sequence[Any]) -> Any:
+    def _compile(self, fun: Any, ins: Sequence[Any], outs: Sequence[Any]) -> Any:
         """``fun`` of what each device has; the atoms say what varies."""
         ins, outs = ([self.axes(atom) for atom in side] for side in (ins, outs))
 
@@ -63,7 +64,10 @@ class Devices:
             with eqn.ctx.manager:
                 return _jaxpr.bind(eqn, *xs)
 
-        return self.compile(run, eqn.invars, eqn.outvars)(*arrays)
+        if id(eqn) not in self._programs:
+            compiled = self._compile(run, eqn.invars, eqn.outvars)
+            self._programs[id(eqn)] = eqn, compiled  # who holds it keeps its id
+        return self._programs[id(eqn)][1](*arrays)
 
     def seen_at(
         self, eqn: Any, var: Any, arrays: Sequence[Any], out: Any, index: tuple[int, ...]

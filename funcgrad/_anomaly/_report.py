@@ -60,7 +60,7 @@ def is_inexact(x: Any) -> bool:
 
 def summarise(name: str, x: Any, at: tuple[int, ...] | None = None) -> Operand:
     """An array in short; ``at`` is the index of the element that is at fault, if known."""
-    if jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+    if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return Operand(name, f"{x.dtype}{list(x.shape)}", None, None, 0, 0, None)
     array, inexact = np.asarray(x), is_inexact(x)
     finite = np.isfinite(array) if inexact else np.ones(array.shape, bool)
@@ -102,7 +102,7 @@ class Anomaly:
       reached: The leaves of the result that its bad values reach.
       inputs: Inputs and constants that held NaN or infinities before, and these reach the
         result.
-      sample: Which rows of which arguments are at fault, where an experiment shows it.
+      rows: Which rows of which arguments are at fault, where an experiment shows it.
       n_others: How many other equations make bad values of their own that reach the result.
       repair: What to write instead, where the branch not taken of a ``where`` is at fault.
       note: What else must be known, such as why nothing was found.
@@ -120,7 +120,7 @@ class Anomaly:
     operands: tuple[Operand, ...] = ()
     reached: tuple[str, ...] = ()
     inputs: tuple[Operand, ...] = ()
-    sample: str = ""
+    rows: str = ""
     n_others: int = 0
     repair: str = ""
     note: str = ""
@@ -131,15 +131,16 @@ class Anomaly:
         if self.output is not None:
             of = f", in the derivative of {self.derivative_of}" if self.derivative_of else ""
             kind = {"nan": "NaN", "inf": "Inf"}[self.kind]
-            lines.append(f"first {kind}: {self.operation}, {self.phase}{of}, at {self.line}")
+            at = f", at {self.line}" if self.line else ""
+            lines.append(f"first {kind}: {self.operation}, {self.phase}{of}{at}")
             if self.line is not None and self.line.code:
                 lines.append(f"    {self.line.code}")
             lines += [f"  {operand}" for operand in (*self.operands, self.output)]
             lines += [f"  in {where}" for where in self.path]
             if self.module:
                 lines.append(f"  in module {self.module}")
-        if self.sample:
-            lines.append(f"  {self.sample}")
+        if self.rows:
+            lines.append(f"  {self.rows}")
         if self.reached:
             lines.append(f"  reaches {self.reached[0]}{_and_more(self.reached[1:])}")
         if self.n_others:

@@ -10,12 +10,11 @@ import numpy as np
 
 from funcgrad import _jaxpr
 from funcgrad._anomaly import _loops, _mesh
-from funcgrad._anomaly._flat import Flat, Step, flatten
 from funcgrad._anomaly._phase import derivative_of, is_backward
 from funcgrad._anomaly._report import summarise
 from funcgrad._anomaly._values import Mask, Origin, Refused, Value, attribute, nonfinite
 from funcgrad._anomaly._where_trap import mark_of, met_by
-from funcgrad._compat import Literal, primitives
+from funcgrad._compat import Literal, checkpoint_of, primitives
 
 # One equation in many iterations: so many are told apart.
 _INSTANCES = 8
@@ -42,12 +41,10 @@ class Place:
 class Rerun:
     """One run; holds the origins found so far."""
 
-    def __init__(self, compiled: bool = True) -> None:
-        self._compiled = compiled
+    def __init__(self) -> None:
         self._order = 0
         # What a `where` discards in each iteration of a loop is gone when the next one comes.
         self._instances: dict[Any, weakref.WeakSet[Origin]] = {}
-        self._flat: dict[Any, Flat] = {}
 
     def given(self, x: Any, kind: Any, name: str) -> Value:
         """A value that nothing computes: its NaN and its infinities are of different origin."""
@@ -66,49 +63,51 @@ class Rerun:
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], at: Place
     ) -> list[Value]:
         """The outputs of ``jaxpr``."""
-        key = (id(jaxpr), *map(id, at.parents))
-        if key not in self._flat:
-            self._flat[key] = flatten(jaxpr, consts, self._compiled)
-        flat = self._flat[key]
         here = lambda atom, x: x if at.devices is None else at.devices.spread(atom, x)
-        env: dict[Any, Value] = dict(zip(flat.inputs, args, strict=True))
-        for slot, x in flat.given:
-            env[slot] = self.given(here(slot.var, x), "constant", "a constant closed over")
+        env: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, x in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.given(here(var, x), "constant", "a constant closed over")
 
-        def read(slot: Any, words: str = "") -> Value:
-            if isinstance(slot, Literal):
-                aval: Any = slot.aval
-                value = np.asarray(slot.val, aval.dtype)
-                return self.given(here(slot, value), "constant", f"a number{words}")
-            return env[slot]
+        def read(atom: Any, eqn: Any = None) -> Value:
+            if isinstance(atom, Literal):
+                aval: Any = atom.aval
+                value = here(atom, np.asarray(atom.val, aval.dtype))
+                return self.given(value, "constant", f"a number{at.around(eqn)}")
+            return env[atom]
 
-        for group in flat.groups:
-            arrays: list[Any] = [None]
-            if self._compiled and group.steps[0].is_plain:
-                arrays = group.run(lambda slot: env[slot].array, at.devices)
-            for step, outputs in zip(group.steps, arrays, strict=True):
-                place = dataclasses.replace(at, parents=(*at.parents, *step.parents))
-                inputs = [
-                    read(slot, place.around(step.eqn) if isinstance(slot, Literal) else "")
-                    for slot in step.operands
-                ]
-                made = self._equation(step, inputs, place, outputs)
-                env.update(zip(step.results, made, strict=True))
-            for slot in group.dead:
-                env.pop(slot, None)
-        return [read(slot) for slot in flat.outputs]
+        last_use = {
+            atom: i
+            for i, eqn in enumerate(jaxpr.eqns)
+            for atom in (*eqn.invars, *eqn.outvars)
+            if not isinstance(atom, Literal)
+        }
+        for atom in jaxpr.outvars:
+            if not isinstance(atom, Literal):
+                last_use.pop(atom, None)
+        for i, eqn in enumerate(jaxpr.eqns):
+            inputs = [read(atom, eqn) for atom in eqn.invars]
+            outputs = self._equation(eqn, inputs, at, jaxpr.eqns[:i])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+            for atom in (*eqn.invars, *eqn.outvars):
+                if not isinstance(atom, Literal) and last_use.get(atom) == i:
+                    env.pop(atom, None)
+        return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(
-        self, step: Step, inputs: list[Value], at: Place, outputs: Sequence[Any] | None
+        self, eqn: Any, inputs: list[Value], at: Place, before: Sequence[Any]
     ) -> list[Value]:
-        eqn = step.eqn
         if eqn.primitive is primitives.cond_p:
-            return self._cond(eqn, inputs, at, step.before)
+            return self._cond(eqn, inputs, at, before)
         if eqn.primitive is primitives.scan_p or eqn.primitive is primitives.while_p:
-            return _loops.loop(self, eqn, inputs, at, step.before)
-        if eqn.primitive.name == "shard_map" and at.devices is None:
-            return _mesh.mapped(self, eqn, inputs, at)
-        return self.whole(eqn, inputs, at, step.before, outputs)
+            return _loops.loop(self, eqn, inputs, at, before)
+        if eqn.primitive.name == "shard_map":
+            if at.devices is None:
+                return _mesh.mapped(self, eqn, inputs, at)
+        elif checkpoint := checkpoint_of(eqn):
+            return self.run(checkpoint.jaxpr, checkpoint.consts, inputs, at.enter(eqn))
+        elif (nested := _jaxpr.bodies(eqn)) and nested[0].role in ("call", "rule"):
+            return self.run(nested[0].jaxpr, nested[0].consts, inputs, at.enter(eqn))
+        return self.whole(eqn, inputs, at, before)
 
     def whole(
         self,
@@ -116,17 +115,19 @@ class Rerun:
         inputs: list[Value],
         at: Place,
         before: Sequence[Any] = (),
-        outputs: Sequence[Any] | None = None,
     ) -> list[Value]:
         """The outputs of ``eqn`` as it stands; what nothing explains begins here."""
         if not eqn.outvars:  # prints, and callbacks that give nothing
             return []
         if eqn.primitive.name == "io_callback":
             raise Refused(f"it calls io_callback{at.around(eqn)}, which may do something twice")
-        if outputs is None:
-            outputs = self.execute(eqn, [value.array for value in inputs], at)
+        outputs = self.execute(eqn, [value.array for value in inputs], at)
         # Where no experiment may be made, all that goes in is taken for a cause.
-        again = (lambda _: outputs) if _loops.may_not_end(eqn) else functools.partial(self.execute, eqn, at=at)
+        again = (
+            (lambda _: outputs)
+            if _loops.may_not_end(eqn)
+            else functools.partial(self.execute, eqn, at=at)
+        )
         found = attribute(again, inputs, outputs)
         backward = is_backward(eqn, at.parents)
         line = _jaxpr.source_line(eqn, at.parents) if eqn.primitive.name == "select_n" else None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,7 +11,7 @@ from funcgrad._anomaly._values import Origin
 
 
 def rows_at_fault(
-    inputs: Sequence[tuple[str, Any]], origin: Origin, is_cured: Callable[[list[Any]], bool]
+    inputs: Sequence[tuple[str, Any]], origin: Origin, is_cured: Callable[[list[Any]], bool | None]
 ) -> str:
     """In words; empty where no experiment shows it.
 
@@ -27,13 +28,12 @@ def rows_at_fault(
         good = int(np.flatnonzero(~bad)[0])
 
         def replaced(names: Sequence[str], rows: Any, good: int = good) -> list[Any]:
-            filled = lambda x: x.at[np.flatnonzero(rows)].set(x[good])
-            return [filled(x) if name in names else x for name, x in inputs]
+            return [_filled(x, rows, good) if name in names else x for name, x in inputs]
 
         arguments = _arguments(inputs, size)
         together = [name for names in arguments for name in names]
         for names in [*arguments, together] if arguments[1:] else arguments:
-            if is_cured(replaced(names, bad)) and not is_cured(replaced(names, ~bad)):
+            if is_cured(replaced(names, bad)) and is_cured(replaced(names, ~bad)) is False:
                 at_fault = np.flatnonzero(bad)
                 which = ", ".join(map(str, at_fault[:8])) + (", ..." if at_fault.size > 8 else "")
                 rows = "row" if at_fault.size == 1 else "rows"
@@ -42,6 +42,15 @@ def rows_at_fault(
                     "instead, the result is finite"
                 )
     return ""
+
+
+def _filled(x: Any, rows: Any, good: int) -> Any:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.at[np.flatnonzero(rows)].set(x[good])
+    new = np.array(x)
+    new[rows] = new[good]
+    # Where nobody has placed it, the program compiled for the call serves again.
+    return jnp.asarray(new) if len(x.devices()) == 1 else jax.device_put(new, x.sharding)
 
 
 def _arguments(inputs: Sequence[tuple[str, Any]], size: int) -> list[list[str]]:

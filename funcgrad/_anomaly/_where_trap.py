@@ -36,11 +36,10 @@ def mark_of(eqn: Any, inputs: Sequence[Any], line: SourceLine | None, outputs: A
             branch = empty.index(False)
             zeros = np.broadcast_to(chosen != branch, cases[branch].shape)
             return Mark(line, branch, zeros) if zeros.any() else None
-    out = np.asarray(outputs[0]) if outputs else None
-    for value in inputs:
-        mark = value.mark
+    for mark in (value.mark for value in inputs if value.mark is not None):
+        out = np.asarray(outputs[0] if outputs else None)
         # Only while each element is still its own: elsewhere a zero may come of anything.
-        if mark is not None and np.shape(out) == mark.zeros.shape and not out[mark.zeros].any():
+        if out.shape == mark.zeros.shape and not out[mark.zeros].any():
             return mark
     return None
 
@@ -98,13 +97,16 @@ def _nodes(line: SourceLine | None, kind: Any) -> list[Any]:
         return []
     return [
         node
-        for node in ast.walk(_parsed("".join(linecache.getlines(line.file))))
+        for node in _walk(_parsed("".join(linecache.getlines(line.file))))
         if isinstance(node, kind) and node.lineno <= line.line <= (node.end_lineno or 0)
     ]
 
 
+_walk: Any = ast.walk
+
+
 @functools.lru_cache(maxsize=1)  # the nodes of two lines of a file are of one tree
-def _parsed(source: str) -> ast.AST:
+def _parsed(source: str) -> Any:
     try:
         return ast.parse(source)
     except SyntaxError:

@@ -76,8 +76,10 @@ def compare(
     total = Compared()
     for column in _sides(spaces[0], probes[0], joined=mode == "reverse"):
         for row in _sides(spaces[1], probes[1], joined=mode == "forward"):
-            values = [_numbers(x, column, row, mode) for x in (numerical, analytical)]
-            total += _compare_pair(mode, *values, column, row, tolerances)
+            values = lambda matrix, c=column, r=row: _numbers(matrix, c, r, mode)
+            total += _compare_pair(
+                mode, values(numerical), values(analytical), column, row, tolerances
+            )
     return total
 
 

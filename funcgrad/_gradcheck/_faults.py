@@ -72,7 +72,9 @@ def rule_faults(
     found, sums = derivatives.run(mode, 4, lambda start, stop: rows[start:stop])
     again = [derivatives, anew] if anew else [derivatives]
     runs = [*found[:2], *(d.run(mode, 1, lambda *_: rows[:1])[0][0] for d in again)]
-    yield from _differ(f"two calls of the {name} with the same {vector}", runs, nondet_tol, returned)
+    yield from _differ(
+        f"two calls of the {name} with the same {vector}", runs, nondet_tol, returned
+    )
     if not np.isfinite(found).all():
         return  # the table says so
     if found[3].any():
@@ -160,9 +162,9 @@ def notes_on(
     rounded = narrowed(problem)
     if rounded and rounding_hides:
         yield (
-            f"numbers are rounded to {rounded.where}. Differences over {2 * eps:g} see that rounding and "
-            "not the slope: let the dtype there follow the inputs, or check with a step and "
-            "tolerances to match (dtype=jnp.float32, or eps=, rtol=, atol=)."
+            f"numbers are rounded to {rounded.where}. Differences over {2 * eps:g} see that "
+            "rounding and not the slope: let the dtype there follow the inputs, or check with a "
+            "step and tolerances to match (dtype=jnp.float32, or eps=, rtol=, atol=)."
         )
     unit = float(np.finfo(problem.dtype).eps)
     largest = lambda x: float(np.abs(x).max(initial=0.0))

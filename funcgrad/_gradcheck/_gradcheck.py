@@ -81,7 +81,7 @@ def gradcheck(
 
     Args:
       fun: Function of ``*inputs`` to a tree with floating or complex leaves.
-      inputs: The tuple of its arguments; anything else is the one argument.
+      inputs: The tuple of its arguments; anything else, a NamedTuple too, is the one argument.
       eps: Step; 1e-6, in float32 1e-2.
       atol: Absolute tolerance; 1e-5, in float32 1e-3.
       rtol: Relative tolerance; 1e-3, in float32 1e-2.

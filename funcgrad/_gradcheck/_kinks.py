@@ -9,6 +9,9 @@ from funcgrad._gradcheck._report import number
 from funcgrad._gradcheck._space import Probes
 
 _STEPS = np.array([1.0, 0.5, 0.25])
+# Points so near to each other that second differences of the function are its noise.
+_NEAR = np.array([1.0, 0.95, 0.9, 0.85, 0.8])
+_SEEN = np.concatenate([[0.0], _STEPS, -_STEPS, _NEAR, -_NEAR])
 
 
 def explain(
@@ -23,8 +26,7 @@ def explain(
         return words
     for direction in found.directions:
         offset = derivatives.eps * along.rows(direction, direction + 1)
-        offsets = np.concatenate([0 * offset, *(s * h * offset for s in (1, -1) for h in _STEPS)])
-        values = derivatives.values(offsets)
+        values = derivatives.values(_SEEN[:, None] * offset)
         for functional in found.functionals:
             seen = (onto.matrix[functional : functional + 1] @ values.T)[0]
             unit = float(np.finfo(derivatives.at.dtype).eps)
@@ -65,7 +67,8 @@ def _difference(
 
 
 def _words(values: np.ndarray, eps: float, unit: float, tolerances: tuple[float, float]) -> str:
-    here, right, left = values[0], values[1:4], values[4:]
+    here, right, left, *near = np.split(values, [1, 4, 7, 12])
+    here = here[0]
     if not np.isfinite(here):
         return f"the value itself is {here:g}"
     for side, sign in ((right, "+"), (left, "-")):
@@ -74,7 +77,8 @@ def _words(values: np.ndarray, eps: float, unit: float, tolerances: tuple[float,
     slopes = (right - here) / (_STEPS * eps), (here - left) / (_STEPS * eps)
     gaps, means = slopes[1] - slopes[0], (slopes[0] + slopes[1]) / 2
     gap = np.abs(gaps[0])
-    noise = 8 * unit * np.abs(values).max() / (_STEPS * eps)
+    roughness = min(np.abs(np.diff(side, 2)).max() for side in near)
+    noise = (8 * unit * np.abs(values).max() + 4 * roughness) / (_STEPS * eps)
     atol, rtol = tolerances
     if gap > atol + rtol * max(np.abs(slopes[0][0]), np.abs(slopes[1][0])) + noise[0]:
         # At a kink one side at least is straight; noise and curvature bend both.

@@ -45,7 +45,7 @@ class Problem:
     def start(self) -> np.ndarray:
         """The point as a vector."""
         flat = zip(self.inputs.leaves, map(np.ravel, self.point), strict=True)
-        parts = [[x.real, x.imag] if leaf.is_complex else [x] for leaf, x in flat]
+        parts = [[np.real(x), np.imag(x)] if leaf.is_complex else [x] for leaf, x in flat]
         return np.concatenate([np.zeros(0), *sum(parts, [])]).astype(self.dtype)
 
 

@@ -64,6 +64,8 @@ def _held(part: Any, seen: set[int]) -> Iterator[Any]:
         below = list(part)
     elif isinstance(part, Mapping):
         below = list(part.values())
+    elif isinstance(part, types.ModuleType) or not callable(part):
+        return
     else:
         below = [getattr(part, "__wrapped__", None)]  # jax.jit and its like
     for held in below:
@@ -81,20 +83,24 @@ def same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> bool
     if isinstance(a, functools.partial):
         return same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), seen)
     if isinstance(a, types.FunctionType):
-        held = [(f.__code__, f.__defaults__, f.__kwdefaults__, _cells(f)) for f in (a, b)]
-        return same(*held, seen)
+        held = lambda f: (f.__code__, f.__defaults__, f.__kwdefaults__, _cells(f))
+        return same(held(a), held(b), seen)
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(same(a[key], b[key], seen) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y, seen) for x, y in zip(a, b, strict=True))
     if isinstance(a, _ARRAYS | np.generic):
-        a, b = (jax.random.key_data(x) if is_key(x) else np.asarray(x) for x in (a, b))
-        return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
+        return _bytes(a) == _bytes(b)
     if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
         return same(vars(a), vars(b), seen)
     return bool(a == b) or (a != a and b != b)  # a NaN
 
 
+def _bytes(array: Any) -> tuple[Any, ...]:
+    x = np.asarray(jax.random.key_data(array) if is_key(array) else array)
+    return x.shape, x.dtype, x.tobytes()
+
+
 def _cells(fun: types.FunctionType) -> tuple[Any, ...]:
-    cells = fun.__closure__ or ()
-    return tuple(cell.cell_contents for cell in cells if cell != types.CellType())
+    empty = types.CellType()  # as of a function that is not there yet
+    return tuple(cell.cell_contents for cell in fun.__closure__ or () if cell != empty)

@@ -36,7 +36,7 @@ class Basis:
         out = []
         for leaf, offset, n in zip(self.leaves, self.offsets, self.sizes, strict=True):
             place = start + jnp.arange(size) - offset
-            hot = (place[:, None] == jnp.arange(n)).astype(jnp.result_type(leaf))
+            hot = (place[:, None] == jnp.arange(n)[None]).astype(jnp.result_type(leaf))
             hot = placed_rows(hot.reshape(size, *jnp.shape(leaf)), leaf)
             out.append(make_varying(hot, varying_axes(leaf)))
         return out

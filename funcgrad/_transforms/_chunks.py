@@ -10,10 +10,10 @@ from jax import lax
 
 
 class Cut(NamedTuple):
-    """``count`` chunks of ``size`` rows, then one of ``rest``."""
+    """``chunks`` of ``size`` rows, then one of ``rest``."""
 
     size: int
-    count: int
+    chunks: int
     rest: int
 
 
@@ -33,11 +33,11 @@ def cut(n: int, chunk_size: int | None) -> Cut:
     return Cut(chunk_size, *divmod(n, chunk_size))
 
 
-def check_chunk_size(call: str, chunk_size: Any) -> int | None:
-    """``None``, or a positive integer."""
+def check_chunk_size(call: str, chunk_size: Any) -> None:
+    """Refuse all but ``None`` and positive integers."""
     is_integer = isinstance(chunk_size, int | np.integer) and not isinstance(chunk_size, bool)
     if chunk_size is None or (is_integer and chunk_size > 0):
-        return chunk_size
+        return
     raise ValueError(
         f"{call}: chunk_size is a positive number of rows; got {chunk_size!r}. "
         "Pass None to compute all of them at once."

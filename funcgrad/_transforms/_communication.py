@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from funcgrad import _jaxpr
-from funcgrad._compat import varying_axes
+from funcgrad._compat import manual_axes, varying_axes
 
 
 def axes_of(eqn: Any) -> list[Any]:
@@ -23,7 +23,8 @@ def refuse_mixing(
     another device would be added to what is sought.  A value that becomes varying sums its
     cotangents over devices, which is communication on the way back.
     """
-    axes = varying_axes(seeded)
+    manual, is_typed = manual_axes()
+    axes = varying_axes(seeded) if is_typed else frozenset(manual)
     if not axes:
         return
     jaxpr = _jaxpr.trace(fun, leaves).jaxpr.jaxpr
@@ -36,9 +37,9 @@ def refuse_mixing(
             raise ValueError(
                 f"{call}: inside shard_map, each device differentiates a function of its own; "
                 f"got {name} over {', '.join(map(repr, sorted(mixed)))} at {place.line}, which "
-                "would add up derivatives of several devices. Reduce the outputs and keep the "
-                "arguments the same on all devices, make arguments varying outside of fun "
-                "(jax.lax.pcast), or differentiate around shard_map."
+                "would add up derivatives of several devices. With check_vma=True, reduce the "
+                "outputs and keep the arguments the same on all devices, or make the arguments "
+                "varying outside of fun (jax.lax.pcast); or differentiate around shard_map."
             )
 
     _jaxpr.follow(jaxpr, [True] * len(jaxpr.invars), visit)

@@ -11,7 +11,7 @@ from funcgrad._transforms._basis import Basis
 from funcgrad._transforms._chunks import check_chunk_size, fill
 from funcgrad._transforms._communication import refuse_mixing
 from funcgrad._transforms._modes import jacfwd, jacrev
-from funcgrad._transforms._point import Point, scalar
+from funcgrad._transforms._point import Point, scalar, wide
 
 
 def hessian(
@@ -41,7 +41,7 @@ def hessian(
 
     Raises:
       TypeError: As ``jacrev`` and ``jacfwd``.
-      ValueError: ``argnums`` or ``chunk_size`` is not possible.
+      ValueError: As ``jacrev`` and ``jacfwd``.
 
     Example:
       >>> fg.hessian(lambda a: (a**3).sum(), chunk_size=1)(jnp.array([1.0, 2.0]))
@@ -79,7 +79,8 @@ def hessian_diagonal(
     Raises:
       TypeError: A leaf to differentiate is not floating, or is complex without ``holomorphic``,
         names it; or ``fun`` does not return one number.
-      ValueError: ``argnums`` or ``chunk_size`` is not possible.
+      ValueError: ``argnums`` or ``chunk_size`` is not possible; or, inside ``shard_map``, the
+        derivatives of several devices would be added up.
 
     Example:
       >>> fg.hessian_diagonal(lambda a: a[0] ** 3 * a[1])(jnp.array([1.0, 2.0]))
@@ -131,8 +132,8 @@ def hessian_trace(
     def trace(*args: Any, **kwargs: Any) -> Any:
         point = Point.of("hessian_trace", args, argnums)
         leaves = _diagonal(point, point.bind(fun, kwargs), holomorphic, chunk_size)
-        wide = jnp.result_type(jnp.float32, *leaves)
-        return sum((jnp.sum(leaf, dtype=wide) for leaf in leaves), jnp.zeros((), wide))
+        sums = [jnp.sum(leaf, dtype=wide(leaf.dtype)) for leaf in leaves]
+        return sum(sums[1:], sums[0]) if sums else jnp.zeros(())
 
     return trace
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from funcgrad._compat import make_varying, varying_axes
 from funcgrad._transforms._chunks import check_chunk_size, cut
-from funcgrad._transforms._point import Point, scalar
+from funcgrad._transforms._point import Point, scalar, wide
 
 
 class HessianEstimate(NamedTuple):
@@ -114,7 +114,7 @@ def _signs(key: Any, leaves: list[Any]) -> list[Any]:
 
 
 def _wide(x: Any) -> Any:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide(x.dtype))
 
 
 def _mean_and_error(
@@ -131,7 +131,7 @@ def _mean_and_error(
             centre = x.mean(0)
             apart = centre - m
             out_mean.append(m + apart * (size / (before + size)))
-            within = jnp.square(x - centre).sum(0)
+            within = jnp.square(x - centre[None]).sum(0)
             out_spread.append(s + within + jnp.square(apart) * (before * size / (before + size)))
         return out_mean, out_spread
 

@@ -68,7 +68,7 @@ def jacobian(
 
     Raises:
       TypeError: As ``jacrev`` and ``jacfwd``.
-      ValueError: ``argnums`` or ``chunk_size`` is not possible.
+      ValueError: As ``jacrev`` and ``jacfwd``.
 
     Example:
       >>> found = fg.jacobian(lambda w: w @ jnp.ones((3, 2)))(jnp.ones(3))

@@ -46,7 +46,8 @@ def jacrev(
     Raises:
       TypeError: A leaf is not floating, names it; or the outputs are complex without
         ``holomorphic``.
-      ValueError: ``argnums`` or ``chunk_size`` is not possible.
+      ValueError: ``argnums`` or ``chunk_size`` is not possible; or, inside ``shard_map``, the
+        derivatives of several devices would be added up.
 
     Example:
       >>> fg.jacrev(lambda x: x**2, chunk_size=2)(jnp.array([1.0, 2.0, 3.0]))
@@ -93,7 +94,8 @@ def jacfwd(
 
     Raises:
       TypeError: A leaf is not floating, names it; or it is complex without ``holomorphic``.
-      ValueError: ``argnums`` or ``chunk_size`` is not possible.
+      ValueError: ``argnums`` or ``chunk_size`` is not possible; or, inside ``shard_map``, the
+        derivatives of several devices would be added up.
 
     Example:
       >>> fg.jacfwd(lambda x: (x**2).sum(), chunk_size=1)(jnp.array([1.0, 2.0, 3.0]))
@@ -121,7 +123,7 @@ def reverse(
     """Value, Jacobian and auxiliary part (``None`` without) of ``fun`` of a list of leaves."""
     if holomorphic:
         _require_complex(point.call, point.names, point.leaves, "arguments")
-    out = jax.vjp(fun, point.leaves, has_aux=has_aux)
+    out: Any = jax.vjp(fun, point.leaves, has_aux=has_aux)
     value, pull, aux = out if has_aux else (*out, None)
     outputs, out_tree, names = _flatten(point.call, value)
     if holomorphic:

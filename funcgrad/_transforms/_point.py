@@ -105,6 +105,11 @@ def _is_integer(x: Any) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
+def wide(dtype: Any) -> Any:
+    """The dtype for sums: float32 for narrower ones, itself for others."""
+    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
 def scalar(call: str, fun: Callable[..., Any], name: str = "fun") -> Callable[..., Any]:
     """``fun``, which the user calls ``name`` and whose result is one floating or complex number."""
 

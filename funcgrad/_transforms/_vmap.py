@@ -41,7 +41,8 @@ def vmap(
 
     Keys are arguments with ``in_axes`` of ``None`` and closed-over ones, typed or raw.  Mapped
     keys are left alone.  A key of implementation ``rbg`` draws other numbers under ``vmap`` than
-    alone, so that there the chunks may show.
+    alone, so that there the chunks may show.  What a ``custom_vjp`` draws only on the way back, for
+    a gradient taken around the map, is not seen.
 
     Under ``jax.grad`` all chunks keep what their backward passes need; map
     ``jax.checkpoint(fun)`` to hold one chunk's only.

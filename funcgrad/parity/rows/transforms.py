@@ -128,7 +128,7 @@ def chunked_vmap():
     w, xs = jnp.array([1.0, 2.0, 3.0]), jnp.arange(30.0).reshape(10, 3)
     ours = [fg.vmap(f, (None, 0), 1, chunk_size=size)(w, xs) for size in sizes]
 
-    return agree(chunks=(theirs, ours, [(w * xs**2).T] * len(sizes)))
+    return agree(chunks=(theirs, ours, [(w[None] * xs**2).T] * len(sizes)))
 
 
 @row(
@@ -500,9 +500,9 @@ def stack_modules():
     for i, model in enumerate(ours):
         model.scale = nnx.Param(jnp.full(2, i + 1.0))
         model.mean, model.var = nnx.BatchStat(jnp.zeros(2)), nnx.BatchStat(jnp.ones(2))
-    called = jax.vmap(lambda variables, x: fg.functional_call(ours[0], variables, x))(
-        fg.stack_modules(ours), jnp.asarray(xs.numpy())
-    )
+    call = jax.vmap(lambda variables, x: fg.functional_call(ours[0], variables, x))
+    with jax.numpy_dtype_promotion("standard"):  # Flax promotes float64 statistics with float32
+        called = call(fg.stack_modules(ours), jnp.asarray(xs.numpy()))
     # torch's momentum counts the other way round: 0.1 there, and 0.99 here.
     means = [10 * model.running_mean for model in theirs]
     return agree(
