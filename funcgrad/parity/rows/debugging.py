@@ -59,6 +59,7 @@ def detect_anomaly():
         [1.0, -1.0],
     )
     found = (root_found, log_found, soft_found, trap_found)
+    is_repaired = "where(a > 0, a, 1.0)" in trap_found.repair
     return agree(
         sqrt_at_zero=root,
         log_at_zero=log,
@@ -67,7 +68,7 @@ def detect_anomaly():
         lines=([report.line is not None for report in found], [True] * 4),
         # To torch an infinite gradient is no anomaly, and one that turns NaN later is not named.
         torch_silent=([root_said == "nothing", log_said == "nothing"], [True, True]),
-        cause=([soft_found.operation == "exp", "where(a > 0, a, 1.0)" in trap_found.repair], [True, True]),
+        cause=([soft_found.operation == "exp", is_repaired], [True, True]),
         said={"torch, softmax": soft_said, "torch, where": trap_said, "here": str(trap_found)},
     )
 
