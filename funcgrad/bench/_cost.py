@@ -37,8 +37,7 @@ PEERS = (
 _PRODUCT_WAYS = {"per_sample": "fg.per_sample", "vmap(grad)": "vmap(grad)", "loop": "loop"}
 WHY: Mapping[str, str] = dict.fromkeys(
     ("transformer-t128", "transformer-t256", "transformer-scan", "transformer-remat"),
-    "With this many tokens a sample, forming its gradient takes no more operations than the plain "
-    "gradient's own, so that a few samples at a time lose nothing by it.",
+    "Many tokens a sample: forming its gradient takes the plain gradient's operations.",
 )
 """By model: why funcgrad is behind, where it is."""
 
