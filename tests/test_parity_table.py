@@ -115,9 +115,15 @@ CONCEPTS = {
     "jacrev, jacfwd, hessian": [
         "transforms.jacobian",
         "transforms.jacobian_chunk_size",
+        "transforms.jacobian_with_value",
         "transforms.hessian",
+        "transforms.hessian_trace",
     ],
-    "autograd.functional.hvp, vhp": ["transforms.hvp", "transforms.hvp_by_hand"],
+    "autograd.functional.hvp, vhp": [
+        "transforms.hvp",
+        "transforms.hvp_by_hand",
+        "transforms.gauss_newton",
+    ],
     "functional_call, ties": ["transforms.functional_call", "transforms.functional_call_linen"],
     "stack_module_state, ensembles": ["transforms.stack_module_state", "transforms.ensemble"],
     "per-sample gradients": [
