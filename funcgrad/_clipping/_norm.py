@@ -11,17 +11,18 @@ from jax import lax
 
 from funcgrad._clipping._leaves import Leaves, choose
 from funcgrad._clipping._powers import (
+    at_scales,
+    exact_sums,
     finest,
-    first_sum,
     largest,
     least,
     modulus,
     modulus_bits,
     norm_dtype,
-    opaque_scales,
-    power_sums,
+    power_sum,
     scaled,
-    shifts,
+    scales,
+    trusted,
     whole,
 )
 from funcgrad._compat import make_varying, manual_axes, varying_axes
@@ -138,26 +139,18 @@ def _pair(order: float, axes: tuple[frozenset[str], ...], leaves: list[Any]) -> 
         once = [_once(of_leaf(x), together - own) for x, own in zip(leaves, axes, strict=True)]
         return jnp.stack(once).sum(0)
 
-    sums = add(lambda x: power_sums(x, order), leaves)
-    if order > 0:
-        n, low = sum(leaf.size for leaf in leaves), jnp.finfo(sums.dtype)
-        most = n * 2.0 ** (order * (low.minexp - shifts(sums.dtype, order)[0]))
-        matter = sums[0] < most * 2.0 ** (low.nmant + 1)
+    plain = add(lambda x: power_sum(x, order), leaves)
+    if order == 0:
+        return scaled(_reduce(lax.psum, plain, together))
 
-        def with_subnormals(leaves: list[Any], scale: Any, first: Any) -> Any:
-            exact = lambda leaves, scale, _: add(lambda x: first_sum(x, order, scale), leaves)
-            return lax.cond(matter, exact, lambda *args: args[2], leaves, scale, first)
-
-        # Under vmap, JAX 0.10 cannot run branches whose operands vary less than the choice.
-        operands = leaves, opaque_scales(sums.dtype, order)[0], sums[0]
-        operands = make_varying(operands, varying_axes(sums))
-        # Of the backends that are exact elsewhere only the CPU's takes subnormals for zero.
-        first = lax.platform_dependent(
-            *operands, cpu=with_subnormals, default=lambda *args: args[2]
-        )
-        sums = sums.at[0].set(first)
+    safe = trusted(plain, sum(leaf.size for leaf in leaves), order)
+    # Under vmap, JAX 0.10 cannot run branches that hold, or get, what varies less than the choice.
+    operands = leaves, scales(plain.dtype, order), at_scales(plain, order)
+    operands = make_varying(operands, varying_axes(plain))
+    exact = lambda leaves, at_each, _: exact_sums(leaves, order, at_each, add)
+    sums = lax.cond(safe, lambda *operands: operands[-1], exact, *operands)
     sums = _reduce(lax.psum, sums, together)
-    return scaled(sums[0]) if order == 0 else finest(sums, order)
+    return finest(sums, order)
 
 
 @_pair.defjvp

@@ -1,14 +1,15 @@
 """Sums of powers, and norms made of them, that no finite entry overflows or underflows.
 
-The sum of powers is taken at several scales at once, each a power of two, which is exact.  The
-finest that stays finite is the right one: what it may have lost is too small to count.  All
-scales together are one short vector, so that devices reduce once, with no look at the largest
-entry before.
+The sum of powers is known at several scales, each a power of two, which is exact.  The finest
+that stays finite is the right one: what it may have lost is too small to count.  All scales
+together are one short vector, so that devices reduce once, with no look at the largest entry
+before.  A plain sum that is neither huge nor tiny says what they all are; only where it is not
+are the entries read again, once for each scale.
 """
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,29 +123,89 @@ def shifts(dtype: Any, order: float) -> tuple[int, ...]:
     return tuple(dict.fromkeys(min(max(e, -ends), ends) for e in evens))
 
 
-def power_sums(x: Any, order: float) -> Any:
-    """The sums of the powers at each scale; for an order of 0, of the entries not zero."""
+def power_sum(x: Any, order: float) -> Any:
+    """The sum of the powers as they are; for an order of 0, of the entries not zero."""
     if order == 0:
-        return jnp.sum(modulus_bits(x) != 0).astype(x.dtype)[None]
-    size = x if order % 2 == 0 else jnp.abs(x)
-    sizes = [size * scale for scale in opaque_scales(x.dtype, order)]
-    return jnp.stack([jnp.sum(_power(y, order)) for y in sizes])
+        return jnp.sum(modulus_bits(x) != 0).astype(x.dtype)
+    return jnp.sum(_power(x if order % 2 == 0 else jnp.abs(x), order))
 
 
-def first_sum(x: Any, order: float, scale: Any) -> Any:
-    """The first of the sums, ``scale`` being its scale, with subnormal numbers.
+def trusted(plain: Any, n: int, order: float) -> Any:
+    """Whether a plain sum of ``n`` powers has neither overflowed nor lost more than a rounding."""
+    info = jnp.finfo(plain.dtype)
+    # The most that an entry, or its power, that is taken for zero may have been.
+    lost = n * 2.0 ** (info.minexp * min(1.0, order))
+    return (plain >= lost * 2.0 ** (info.nmant + 2)) & (plain < math.inf)
 
-    They are read from their bits, an integer: a backend's arithmetic may take them for zero.
+
+def at_scales(plain: Any, order: float) -> Any:
+    """The sums at each scale, of a plain sum that can be trusted."""
+    return _times(plain, _opaque(_factors(plain.dtype, order, 0.0), plain.dtype))
+
+
+class Scales(NamedTuple):
+    """For each scale, as the compiler cannot see them."""
+
+    multipliers: Any
+    """What an entry is multiplied by."""
+    steps: Any
+    """What the bits of a subnormal entry are multiplied by."""
+    limits: Any
+    """The bits of the largest entry whose powers may be summed at that scale."""
+    factors: Any
+    """What make the sum at that scale one at each of them, multiplied one after the other."""
+
+
+def scales(dtype: Any, order: float) -> Scales:
+    """All that is known of the scales of ``shifts``."""
+    info, exponents = jnp.finfo(dtype), np.array(shifts(dtype, order), float)
+    steps = info.minexp - info.nmant - exponents
+    limits = np.minimum(exponents + (info.maxexp - 1 - _TERMS) / order, info.maxexp - 1)
+    word = np.dtype(f"uint{info.bits}")
+    bits = np.exp2(limits).astype(dtype).view(word)
+    bits[-1] = np.iinfo(word).max  # a NaN, too, belongs somewhere
+    return Scales(
+        _opaque(np.exp2(-exponents), dtype),
+        _opaque(np.where(steps < info.minexp, 0, np.exp2(steps)), dtype),
+        _opaque(bits, word),
+        _opaque(np.stack([_factors(dtype, order, e) for e in exponents]), dtype),
+    )
+
+
+def exact_sums(leaves: list[Any], order: float, scales: Scales, add: Any) -> Any:
+    """The sums at each scale from that at one which suits the largest entry.
+
+    ``add`` maps a function over leaves and adds up what it returns.
     """
-    info, bits = jnp.finfo(x.dtype), modulus_bits(x)
-    steps = bits.astype(x.dtype) * 2.0 ** (info.minexp - info.nmant - shifts(x.dtype, order)[0])
-    size = jnp.where(bits < (1 << info.nmant), steps, jnp.abs(x) * scale)
-    return jnp.sum(_power(size, order))
+    chosen = jnp.sum(largest(leaves) > scales.limits)
+    multiplier, step, _, factors = (lax.dynamic_index_in_dim(x, chosen, 0, False) for x in scales)
+
+    def of_leaf(x: Any) -> Any:
+        # A subnormal entry is read from its bits: a backend's arithmetic may take it for zero.
+        bits = modulus_bits(x)
+        is_small = bits < (1 << jnp.finfo(x.dtype).nmant)
+        size = jnp.where(is_small, bits.astype(x.dtype) * step, jnp.abs(x) * multiplier)
+        return jnp.sum(_power(size, order))
+
+    return _times(add(of_leaf, leaves), factors)
 
 
-def opaque_scales(dtype: Any, order: float) -> Any:
-    """The scales, as the compiler cannot see them."""
-    return _opaque([2.0**-e for e in shifts(dtype, order)], dtype)
+def _factors(dtype: Any, order: float, exponent: float) -> Any:
+    """What makes a sum at the scale 2**exponent one at each scale: (factors, scales).
+
+    One power of two would be out of range, so that there are several.
+    """
+    ends = shifts(dtype, order)
+    n = math.ceil(order * (ends[-1] - min(ends[0], 0)) / (jnp.finfo(dtype).maxexp - 4))
+    exponents = order * (exponent - np.array(ends))
+    most = np.trunc(exponents / n)
+    return np.exp2(np.stack([most] * (n - 1) + [exponents - most * (n - 1)]))
+
+
+def _times(x: Any, factors: Any) -> Any:
+    for factor in factors:
+        x = x * factor
+    return x
 
 
 def finest(sums: Any, order: float) -> tuple[Any, Any]:
@@ -164,8 +225,8 @@ def finest(sums: Any, order: float) -> tuple[Any, Any]:
 
 def scaled(value: Any) -> tuple[Any, Any]:
     """One number as a pair."""
-    first = first_sum(value, 1.0, opaque_scales(value.dtype, 1.0)[0])
-    return finest(power_sums(value, 1.0).at[0].set(first), 1.0)
+    apply = lambda fun, leaves: fun(*leaves)
+    return finest(exact_sums([value], 1.0, scales(value.dtype, 1.0), apply), 1.0)
 
 
 def _power(x: Any, order: float) -> Any:
@@ -180,6 +241,6 @@ def _power(x: Any, order: float) -> Any:
     return x ** jnp.array(order, x.dtype)
 
 
-def _opaque(values: list[float], dtype: Any) -> Any:
+def _opaque(values: Any, dtype: Any) -> Any:
     """Powers of two that the compiler does not multiply together: that leaves the range."""
     return lax.optimization_barrier(jnp.array(values, dtype))
