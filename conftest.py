@@ -10,6 +10,8 @@ How much to generate: ``@given`` alone follows the profile, and loops of program
 
 import importlib.util
 import os
+import shutil
+import subprocess
 
 # Read when the first backend starts, and by the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -50,6 +52,32 @@ def x64():
     """Run the whole test with 64-bit types."""
     with jax.enable_x64(True):
         yield
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars "
+    "--disable-background-networking --disable-component-update --disable-sync --dump-dom"
+)
+
+
+@pytest.fixture(scope="session")
+def browse(tmp_path_factory):
+    """``browse(page, *flags)`` opens the text of a page and gives its document when it is done."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+
+    def open_page(page, *flags):
+        folder = tmp_path_factory.mktemp("browser")
+        file = folder / "page.html"
+        file.write_text(page, encoding="utf-8")
+        given = [*_FLAGS.split(), f"--user-data-dir={folder / 'profile'}", *flags, file.as_uri()]
+        done = subprocess.run([browser, *given], capture_output=True, text=True, timeout=240)
+        assert done.stdout, done.stderr[-2000:]
+        return done.stdout
+
+    return open_page
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,8 +2,6 @@ import dataclasses
 import html.parser
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import pytest
 from funcgrad.bench import _page, _page_plots, _report
 from funcgrad.bench._tables import Column, Plot, Row, Table, losses
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 RESULTS = Path(_report.__file__).parent / "results"
 EVIL = "<script>alert('x')</script> & \"quoted\""
 
@@ -178,20 +175,11 @@ document.body.append(frame);
 }"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_page_sorts_shows_values_and_fits_a_phone_in_a_browser(tmp_path):
-    text = _page.html([section(TABLE, CURVE)])
-    page = tmp_path / "page.html"
-    page.write_text(text.replace("</body>", f"<script>{SELF_TEST}</script>\n</body>"))
-    flags = [
-        "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900",
-        "--virtual-time-budget=10000", "--dump-dom",
-    ]  # fmt: skip
-    command = [str(CHROMIUM), *flags, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    title = re.search(r"<title>(.*?)</title>", done.stdout)
-    assert title, done.stderr[-2000:]
+def test_page_sorts_shows_values_and_fits_a_phone_in_a_browser(browse):
+    page = _page.html([section(TABLE, CURVE)])
+    page = page.replace("</body>", f"<script>{SELF_TEST}</script>\n</body>")
+    seen = browse(page, "--window-size=1200,900", "--virtual-time-budget=10000")
+    title = re.search(r"<title>(.*?)</title>", seen)
+    assert title, seen[-2000:]
     failed = json.loads(html.unescape(title[1]))
     assert failed == [], failed

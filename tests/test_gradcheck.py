@@ -32,6 +32,15 @@ def verdict(fun, inputs, **options):
 X = jnp.array([0.5, -1.5, 2.0])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _fast_compiler():
+    # Each check compiles programs of its own, and runs them a few times.
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 # Beside torch
 
 
@@ -465,6 +474,18 @@ def test_cotangents_are_inputs_of_the_second_check():
     np.testing.assert_allclose([e.analytical for e in by_x], [at[e.input] for e in by_x], rtol=1e-6)
     with pytest.raises(ValueError, match=r"grad_outputs is like .* got .* of shapes \[\(2,\)\]"):
         fg.gradgradcheck(fun, X, {"y": X[:2], "n": None})
+
+
+def test_a_second_check_without_reverse_mode_is_refused():
+    fun = lambda x: jax.lax.while_loop(lambda c: c[0] < 9.0, lambda c: c * 2, x)
+    words = (
+        "gradgradcheck: it differentiates the vjp of fun.* got ValueError: Reverse-mode.* forward"
+    )
+    with pytest.raises(TypeError, match=words):
+        fg.gradgradcheck(fun, X)
+    on_values = lambda x: fun(x) if x[0] > -9.0 else x  # cannot be traced
+    with pytest.raises(TypeError, match=words):
+        fg.gradgradcheck(on_values, X)
 
 
 # Refused

@@ -3,8 +3,6 @@
 import html
 import json
 import re
-import shutil
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +10,6 @@ import pytest
 
 import funcgrad as fg
 from funcgrad._graph._place import place
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
-    "--disable-background-networking --disable-component-update --disable-sync --hide-scrollbars"
-)
 
 # Both frames hold the page; what is found there is written into the document and dumped.
 HARNESS = """<!DOCTYPE html><meta charset="utf-8"><pre id="found"></pre>
@@ -155,20 +147,11 @@ def graph():
 
 
 @pytest.fixture(scope="module")
-def found(graph, tmp_path_factory):
+def found(graph, browse):
     """What the harness saw, from one start of the browser."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
-    folder = tmp_path_factory.mktemp("browser")
-    file = folder / "harness.html"
-    file.write_text(HARNESS.replace("@PAGE@", html.escape(graph.html())), encoding="utf-8")
-    flags = [*FLAGS.split(), f"--user-data-dir={folder}", "--window-size=1700,900", "--dump-dom"]
-    done = subprocess.run(
-        [browser, *flags, file.as_uri()], capture_output=True, text=True, timeout=240
-    )
-    text = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert text and text[1], done.stderr[-2000:]
+    seen_by = browse(HARNESS.replace("@PAGE@", html.escape(graph.html())), "--window-size=1700,900")
+    text = re.search(r'<pre id="found">(.*?)</pre>', seen_by, re.DOTALL)
+    assert text and text[1], seen_by[-2000:]
     seen = json.loads(html.unescape(text[1]))
     assert "error" not in seen, seen["error"]
     return seen

@@ -267,6 +267,17 @@ def test_function_that_would_use_the_modules_own_values_is_refused(function, wha
             call()
 
 
+def test_variables_that_are_mutable_arrays_are_refused():
+    with nnx.var_defaults(ref=True):
+        model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    for call, run in (
+        ("functional_call", lambda: fg.functional_call(model, nnx.state(model), X)),
+        ("stack_modules", lambda: fg.stack_modules([model, model])),
+    ):
+        with pytest.raises(ValueError, match=f"{call}: .* hold arrays.* got a jax.Ref for 'bias'"):
+            run()
+
+
 def test_attribute_changed_by_a_call_is_refused():
     class Counts(nnx.Module):
         def __init__(self):

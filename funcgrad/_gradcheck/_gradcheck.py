@@ -176,7 +176,7 @@ def gradgradcheck(
     Raises:
       GradcheckError: The check failed; its message is the report.
       ValueError: As ``gradcheck``; also ``grad_outputs`` unlike the outputs.
-      TypeError: As ``gradcheck``.
+      TypeError: As ``gradcheck``; also ``fun`` has no vjp.
 
     Example:
       >>> bool(fg.gradgradcheck(lambda x: (x**3).sum(), jnp.array([1.0, 2.0])))

@@ -120,6 +120,17 @@ def gradient_problem(problem: Problem, grad_outputs: Any) -> Problem:
         dataclasses.replace(leaf, name=f"grad of {leaf.name}") for leaf in problem.inputs.leaves
     ]
     point = [*problem.point, *cotangents]
+    try:
+        if problem.jaxpr is None:
+            jaxpr, _ = None, grads(point)
+        else:
+            jaxpr = _jaxpr.trace(lambda x: grads(x), point).jaxpr
+    except Exception as error:  # whatever a rule raises, or JAX where there is none
+        raise TypeError(
+            f"{call}: it differentiates the vjp of fun, which has one; got {type(error).__name__}: "
+            f"{_first_line(error)}. Where there is no reverse mode, gradcheck checks the forward "
+            "one: check_forward_ad=True, check_backward_ad=False."
+        ) from error
     return dataclasses.replace(
         problem,
         fun=grads,
@@ -127,7 +138,7 @@ def gradient_problem(problem: Problem, grad_outputs: Any) -> Problem:
         inputs=Space((*problem.inputs.leaves, *extra.leaves)),
         outputs=Space(tuple(gradients)),
         out_tree=jax.tree.structure(gradients),
-        jaxpr=None if problem.jaxpr is None else _jaxpr.trace(lambda x: grads(x), point).jaxpr,
+        jaxpr=jaxpr,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from funcgrad._compat import JaxprEqn, scopes
 from funcgrad._graph._data import Call
-from funcgrad._jaxpr import SourceLine, call_stack
+from funcgrad._jaxpr import SourceLine, call_stack, source_line
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _READING = (str(_PACKAGE / "_graph"), str(_PACKAGE / "_jaxpr"))
@@ -31,6 +31,14 @@ def calls_of(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> tuple[tuple[Call, ...
     return (*by_name, *found), named
 
 
+def line_of(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> SourceLine | None:
+    """The user's line; none of what JAX adds by itself, such as the sum of two gradients."""
+    line = source_line(eqn, around)
+    if line is None or line.file.startswith(_READING):
+        return None
+    return line if around or not line.is_library or _stack(eqn, around) else None
+
+
 def _stack(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> list[SourceLine]:
     """The frames inside the traced function, or inside the equation around."""
     frames = call_stack(eqn)
@@ -50,7 +58,7 @@ def _stack(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> list[SourceLine]:
 def _label(frame: SourceLine) -> str:
     """``Block`` of ``Block.__call__``, ``attend`` of ``model.<locals>.attend``, no lambda."""
     parts = re.sub(r"\.(__call__|forward)$", "", frame.function).split(".")
-    if parts[-1].startswith("<"):
+    if parts[-1].startswith("<") or parts[-1] == "_":
         return ""
     if frame.is_library and any(part.startswith("_") for part in parts):
         return ""  # how a library's layer is divided says little

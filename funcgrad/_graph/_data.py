@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import jax
+
 from funcgrad._jaxpr import SourceLine
 
 Part: TypeAlias = Literal["forward", "backward"]
@@ -24,7 +26,7 @@ class Value:
         return math.prod(self.shape) * getattr(self.dtype, "itemsize", 0)
 
     def __str__(self) -> str:
-        name = str(self.dtype)
+        name = "float0" if self.dtype == jax.dtypes.float0 else str(self.dtype)
         for long, short in _SHORT:
             name = name.replace(long, short)
         return f"{name}[{','.join(map(str, self.shape))}]"
@@ -110,7 +112,9 @@ class Edge(NamedTuple):
     ``output`` is its position among the outputs of ``source``, ``operand`` that among the
     inputs of ``target``; ``value`` is its type there: of the stack that a loop has made, read
     after it, more than one run gives.  ``carried`` marks the way from one round of a loop to
-    the next.  An edge from the forward to the backward part is a value kept for it.
+    the next.  What a ``cond`` gives leads from each of its branches to every reader, one in a
+    later ``cond`` of the same index too.  An edge from the forward to the backward part is a
+    value kept for it.
     """
 
     source: int

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 from funcgrad._graph._data import Edge, Node, Part, Saved
 from funcgrad._graph._page import page
@@ -12,7 +13,7 @@ from funcgrad._graph._svg import svg
 from funcgrad._graph._text import text
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Graph:
     """A function's forward and backward pass as data; prints as text, draws as SVG and HTML.
 
@@ -20,7 +21,8 @@ class Graph:
       nodes: All operations and ends, forward ones first, each part in the order it runs.
       edges: What reads what. Values of loops, branches and calls lead to and from the
         operations inside, so a node that holds nested programs has an edge only for what it
-        reads itself, such as the index of a ``cond``.
+        reads itself, such as the index of a ``cond``.  Reading a mutable array
+        (``jax.new_ref``) leads from where it was made, not from what was written into it.
       saved: What is kept for the backward pass, as ``fg.saved_tensors`` lists it.
       no_backward: Why there is no backward part, or ``""``.
       title: The function's name.
@@ -55,7 +57,12 @@ class Graph:
 
         Args:
           part: ``"forward"`` or ``"backward"``.
+
+        Raises:
+          ValueError: another part.
         """
+        if part not in get_args(Part):
+            raise ValueError(f"Graph.flops: a part is one of {get_args(Part)}; got {part!r}.")
         return sum(n.flops for n in self.nodes if n.part == part and n.parent is None)
 
     def readers(self, node: Node) -> tuple[Node, ...]:
@@ -91,6 +98,10 @@ class Graph:
 
     def __str__(self) -> str:
         return text(self._scene)
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.nodes)} nodes, {len(self.edges)} edges"
+        return f"Graph({self.title!r}: {counts}, {self.saved_bytes} bytes saved for backward)"
 
     def svg(self) -> str:
         """A drawing, the text of an SVG file, in which large groups are closed."""

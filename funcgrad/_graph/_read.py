@@ -1,7 +1,7 @@
 """Reading the graph of a function."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 
 from funcgrad._graph._graph import Graph
 from funcgrad._graph._wires import Builder
-from funcgrad._jaxpr import Differentiable, differentiable, trace
+from funcgrad._jaxpr import Differentiable, Traced, differentiable, trace
 
 
 def graph(
@@ -43,6 +43,7 @@ def graph(
 
     Raises:
       ValueError: a position in ``argnums`` is not an argument's.
+      TypeError: a size is a symbol of ``jax.export``, not a number.
 
     Example:
       >>> found = fg.graph(lambda w, x: jnp.sin(x @ w).sum())(jnp.ones((3, 2)), jnp.ones(3))
@@ -56,15 +57,18 @@ def graph(
         call = differentiable(fun, args, kwargs, argnums, has_aux, "graph")
         title = getattr(fun, "__qualname__", type(fun).__name__)
         title = title.rpartition("<locals>.")[2].replace("<lambda>", "function")
+        _check_sizes(call)
         reason = _nothing_to_differentiate(call)
         if not reason:
             try:
-                return _both_parts(call, title)
+                both = _trace_both(call)
             except Exception as error:  # whatever the rules of derivatives in it may raise
                 reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            else:
+                return _both_parts(call, both, title)
         builder = Builder()
         traced = trace(call.value, call.arrays)
-        inputs = _arguments(builder, call)
+        inputs = _arguments(builder, call, traced.jaxpr.jaxpr.invars)
         outputs = builder.run(traced.jaxpr.jaxpr, inputs)
         for wire, var, name in zip(
             outputs, traced.jaxpr.jaxpr.outvars, traced.out_names, strict=True
@@ -75,22 +79,38 @@ def graph(
     return read
 
 
-def _arguments(builder: Builder, call: Differentiable) -> list[Any]:
-    made = []
+def _arguments(builder: Builder, call: Differentiable, variables: Sequence[Any]) -> list[Any]:
+    return [
+        builder.end("argument", var.aval, name)
+        for var, name in zip(variables, call.names, strict=True)
+    ]
+
+
+def _check_sizes(call: Differentiable) -> None:
     for x, name in zip(call.arrays, call.names, strict=True):
-        kind = jax.ShapeDtypeStruct((), jnp.result_type(x)) if isinstance(x, float | complex) else x
-        made.append(builder.end("argument", kind, name))
-    return made
+        shape = getattr(x, "shape", ())
+        if not all(isinstance(n, int | np.integer) for n in shape):
+            raise TypeError(f"graph: sizes are numbers; got {name} of shape {shape}. Give numbers.")
 
 
 def _nothing_to_differentiate(call: Differentiable) -> str:
-    kinds = [jnp.result_type(x) for x in jax.tree.leaves(call.chosen(call.arrays))]
-    if any(jnp.issubdtype(kind, jnp.inexact) for kind in kinds):
+    leaves = jax.tree.leaves(call.chosen(call.arrays))
+    arrays = [x for x in leaves if hasattr(x, "dtype") or isinstance(x, float | complex)]
+    if any(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in arrays):
         return ""
     return "no argument that is differentiated is floating"
 
 
-def _both_parts(call: Differentiable, title: str) -> Graph:
+class _Both(NamedTuple):
+    """The forward pass, which gives values, then what is kept; the backward pass of these."""
+
+    forward: Traced
+    backward: Traced
+    n_values: int
+    n_kept: int
+
+
+def _trace_both(call: Differentiable) -> _Both:
     ways: dict[str, Any] = {}
 
     def forward(arrays: list[Any]) -> Any:
@@ -99,42 +119,51 @@ def _both_parts(call: Differentiable, title: str) -> Graph:
         residuals, ways["pull"] = jax.tree.flatten(pull)
         return (value, *aux), residuals
 
-    traced = trace(forward, call.arrays)
-    jaxpr = traced.jaxpr.jaxpr
-    n_values = ways["value"].num_leaves
-    n_kept = ways["pull"].num_leaves
-    values = [var.aval for var in jaxpr.outvars[:n_values]]
-    kept = jaxpr.outvars[len(jaxpr.outvars) - n_kept :]
-    moving = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in values]
-    if not any(moving):
+    there = trace(forward, call.arrays)
+    avals = [var.aval for var in there.jaxpr.jaxpr.outvars]
+    n_values, n_kept = ways["value"].num_leaves, ways["pull"].num_leaves
+    values = avals[:n_values]
+    if not any(map(_moves, values)):
         raise TypeError("no output is floating")
 
     def backward(residuals: list[Any], seeds: list[Any]) -> list[Any]:
         pull = jax.tree.unflatten(ways["pull"], residuals)
         given = iter(seeds)
         full = [
-            next(given) if moves else np.zeros(aval.shape, jax.dtypes.float0)
-            for aval, moves in zip(values, moving, strict=True)
+            next(given) if _moves(aval) else np.zeros(aval.shape, jax.dtypes.float0)
+            for aval in values
         ]
         grads = pull(jax.tree.unflatten(ways["value"], full))
         return [g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0]
 
-    seeds = [aval for aval, moves in zip(values, moving, strict=True) if moves]
-    back = trace(backward, [var.aval for var in kept], seeds)
+    back = trace(backward, avals[len(avals) - n_kept :], list(filter(_moves, values)))
+    return _Both(there, back, n_values, n_kept)
 
+
+def _moves(aval: Any) -> bool:
+    """Whether a value has tangents."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _both_parts(call: Differentiable, both: _Both, title: str) -> Graph:
+    there, back = both.forward.jaxpr.jaxpr, both.backward.jaxpr.jaxpr
     builder = Builder()
-    wires = builder.run(jaxpr, _arguments(builder, call))
-    out_names = [_output_name(name, call.has_aux) for name in traced.out_names]
-    n_outputs = len(wires) - n_kept
-    for wire, var, name in zip(wires[:n_outputs], jaxpr.outvars, out_names, strict=False):
+    wires = builder.run(there, _arguments(builder, call, there.invars))
+    names = [_output_name(name, call.has_aux) for name in both.forward.out_names]
+    n_outputs = len(wires) - both.n_kept
+    for wire, var, name in zip(wires[:n_outputs], there.outvars, names, strict=False):
         builder.finish("output", wire, var.aval, name)
-    saved = [builder.keep(w, v.aval) for w, v in zip(wires[n_outputs:], kept, strict=True)]
+    kept = zip(wires[n_outputs:], there.outvars[n_outputs:], strict=True)
+    saved = [builder.keep(wire, atom) for wire, atom in kept]
 
     builder.part = "backward"
-    names = [name for name, moves in zip(out_names, moving, strict=False) if moves]
-    given = [builder.end("seed", aval, name) for aval, name in zip(seeds, names, strict=True)]
-    grads = builder.run(back.jaxpr.jaxpr, [*saved, *given])
-    for wire, var, name in zip(grads, back.jaxpr.jaxpr.outvars, _moved(call), strict=True):
+    given = [
+        builder.end("seed", var.aval, name)
+        for var, name in zip(there.outvars[: both.n_values], names, strict=False)
+        if _moves(var.aval)
+    ]
+    grads = builder.run(back, [*saved, *given])
+    for wire, var, name in zip(grads, back.outvars, _moved(call), strict=True):
         builder.finish("gradient", wire, var.aval, name)
     return Graph(*builder.graph(), title=title)
 

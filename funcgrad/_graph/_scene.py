@@ -133,9 +133,8 @@ def times(item: Item) -> str:
 
 
 def _words(item: Item, nodes: Sequence[Node]) -> Words:
-    if item.children:
+    if item.node is None or item.children:
         return _group(item)
-    assert item.node is not None
     node = item.node
     type_text = str(node.outputs[0]) if node.outputs else ""
     if len(node.outputs) > 1:

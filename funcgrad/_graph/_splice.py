@@ -114,7 +114,7 @@ def _named_where_read(nodes: Sequence[Node], edges: Sequence[Edge]) -> set[int]:
 
 def _chip(kind: str, node: Node, value: Value) -> Chip:
     if node.operation == "constant":
-        what = "constant"
+        what = f"constant {node.detail}".strip()
     elif node.operation in ("argument", "gradient"):
         what = short(node.name)
     else:

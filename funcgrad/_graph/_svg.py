@@ -45,11 +45,10 @@ def svg(scene: Scene) -> str:
 def classes(item: Item, depth: int) -> str:
     """What an item looks like, in the names of the style sheet."""
     node = item.node
-    if item.children:
+    if node is None or item.children:  # a part may be empty
         found = ["group", item.kind, "open" if item.open else "closed"]
         found += ["odd"] if depth % 2 == 0 else []
         return " ".join(found)
-    assert node is not None
     found = [item.kind]
     if node.operation in ("dot_general", "conv_general_dilated"):
         found.append("heavy")

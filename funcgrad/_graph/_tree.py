@@ -51,7 +51,7 @@ class Item:
     def flops(self) -> int:
         """Of all runs; of a ``cond`` its dearest branch."""
         if self.node is not None:
-            return self.node.flops * (self.node.trips or 1)
+            return self.node.flops * (1 if self.node.trips is None else self.node.trips)
         return sum(child.flops for child in self.children)
 
 
@@ -69,6 +69,7 @@ class _Tree:
             if node.part == part:
                 for above in self._above(node.id):
                     self.levels.setdefault((above.parent, above.body), {})[above.id] = None
+        self.wired = {end for wire in self.wires for end in (wire.source, wire.target)}
         self.before = self._needs()
         self._fed = self._what_is_fed()
         self.root = Item("part", part, children=self._level(None, ""))
@@ -113,7 +114,7 @@ class _Tree:
         return found
 
     def _level(self, parent: int | None, body: str) -> list[Item]:
-        ids = sorted(self.levels[parent, body])
+        ids = sorted(self.levels.get((parent, body), ()))
         calls = {}
         for i in ids:
             node = self.nodes[i]
@@ -146,7 +147,8 @@ class _Tree:
         if not bodies:
             return Item("op", plain(node), node, chips=chips)
         label = node.name or plain(node)
-        kind = _KINDS.get(node.operation, "call")
+        is_kernel = node.id in self.wired  # by itself, not by what is inside
+        kind = _KINDS.get(node.operation, "kernel" if is_kernel else "call")
         if len(bodies) == 1 and kind != "branch":
             children = self._level(node.id, bodies[0])
         else:
@@ -236,10 +238,15 @@ def _name_by_arguments(root: Item, nodes: Sequence[Node]) -> None:
         common = around
         if item.kind in ("function", "part"):
             common = _common([keys(name)[1:-1] for name in _parameters(item, nodes)]) or around
+        if any(len(_parameters(i, nodes)) == len(_parameters(item, nodes)) for i in inner(item)):
+            common = around  # it only calls the module that they are of
         if item.kind == "function" and _is_within(common, around):
             item.label = f"{'.'.join(common[len(around) :])}: {item.label}"
         for child in item.children:
             visit(child, common)
+
+    def inner(item: Item) -> list[Item]:
+        return [child for child in item.children if child.kind == "function"]
 
     visit(root, [])
 

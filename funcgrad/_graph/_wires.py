@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from funcgrad._compat import Jaxpr, JaxprEqn, Literal, primitives, value_name
-from funcgrad._graph._calls import calls_of
+from funcgrad._graph._calls import calls_of, line_of
 from funcgrad._graph._data import ENDS, Edge, Node, Part, Saved, Value
 from funcgrad._graph._flops import flops
-from funcgrad._jaxpr import Body, bodies, loop_sizes, source_line
+from funcgrad._jaxpr import Body, bodies, loop_sizes
 
 _FILL = ("broadcast_in_dim", "constant")
 
@@ -52,6 +52,7 @@ class Place:
     trips: int | None = 1
     around: tuple[JaxprEqn, ...] = ()
     path: tuple[str, ...] = ()
+    in_kernel: bool = False  # where reading and writing of references are effects of their own
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,12 +64,13 @@ class Builder:
     reads: list[tuple[int, int, Wire, Value]] = dataclasses.field(default_factory=list)
     kept: list[tuple[Wire, Value]] = dataclasses.field(default_factory=list)
     effects: set[int] = dataclasses.field(default_factory=set)
-    opaque: set[int] = dataclasses.field(default_factory=set)
+    kernels: set[int] = dataclasses.field(default_factory=set)
 
-    def end(self, operation: str, value: Any, name: str = "", place: Place = Place()) -> Wire:
+    def end(
+        self, operation: str, value: Any, name: str = "", place: Place = Place(), detail: str = ""
+    ) -> Wire:
         """A node that is no equation and has one output."""
-        types = (type_of(value),)
-        node = self._add(operation, types, place, name=name)
+        node = self._add(operation, (type_of(value),), place, name=name, detail=detail)
         return Wire([(node, 0)])
 
     def finish(self, operation: str, wire: Wire | None, value: Any, name: str) -> None:
@@ -76,15 +78,15 @@ class Builder:
         node = self._add(operation, (type_of(value),), Place(), name=name)
         self._read(node, 0, wire, value)
 
-    def keep(self, wire: Wire | None, value: Any) -> Wire:
+    def keep(self, wire: Wire | None, atom: Any) -> Wire:
         """Mark a value as kept for the backward pass."""
         if wire is None or not wire.ends():
-            wire = self.end("constant", value)
+            wire = self.end("constant", atom.aval, detail=_short(getattr(atom, "val", None)))
         # What the branches of a cond do not keep they fill with zeros.
         ends = [(node, output) for node, output, _ in wire.ends()]
         computed = [end for end in ends if self.nodes[end[0]].operation not in _FILL]
         wire = Wire(computed or ends)
-        self.kept.append((wire, type_of(value)))
+        self.kept.append((wire, type_of(atom.aval)))
         return wire
 
     def _add(self, operation: str, outputs: Any, place: Place, **fields: Any) -> int:
@@ -124,7 +126,7 @@ class Builder:
     def _equation(
         self, eqn: JaxprEqn, inputs: list[Wire | None], place: Place
     ) -> list[Wire | None]:
-        nested = bodies(eqn)
+        nested = _programs(eqn)
         calls, scopes = calls_of(eqn, place.around)
         path = (*place.path, *scopes)
         node = self._add(
@@ -137,19 +139,21 @@ class Builder:
             calls=calls,
             rounds=_rounds(eqn),
             flops=0 if nested else flops(eqn),
-            line=source_line(eqn, place.around),
+            line=line_of(eqn, place.around),
             holds=bool(nested),
         )
-        if eqn.effects and not nested:
+        is_kernel = any(body.role == "opaque" for body in nested)
+        if eqn.effects and not place.in_kernel and (is_kernel or not nested):
             self.effects.add(node)
         if not nested:
             for i, (wire, atom) in enumerate(zip(inputs, eqn.invars, strict=True)):
                 self._read(node, i, wire, atom.aval)
             return [Wire([(node, i)]) for i in range(len(eqn.outvars))]
 
-        inside = Place(node, "", place.trips, (*place.around, eqn), path)
-        if any(body.role == "opaque" for body in nested):
-            self.opaque.add(node)
+        around = (*place.around, eqn)
+        inside = Place(node, "", place.trips, around, path, place.in_kernel)
+        if is_kernel:
+            self.kernels.add(node)
             self._kernel(eqn, nested, inside)
             for i, (wire, atom) in enumerate(zip(inputs, eqn.invars, strict=True)):
                 self._read(node, i, wire, atom.aval)
@@ -180,7 +184,7 @@ class Builder:
         carry = [Wire(joined=[w] if w else []) for w in inputs[n_consts : n_consts + n_carry]]
         given = [*inputs[:n_consts], *carry, *inputs[n_consts + n_carry :]]
         made = self._body(body, given, dataclasses.replace(place, trips=trips))
-        return _close(carry, made[:n_carry], eqn.params["length"] == 0) + made[n_carry:]
+        return _close(carry, made[:n_carry], eqn.params["length"]) + made[n_carry:]
 
     def _while(
         self, eqn: JaxprEqn, nested: Sequence[Body], inputs: list[Wire | None], place: Place
@@ -194,11 +198,12 @@ class Builder:
         assert place.parent is not None
         self._read(place.parent, len(inputs), stops, test.jaxpr.outvars[0].aval)
         made = self._body(step, given, inside)
-        return _close(carry, made, may_not_run=True)
+        return _close(carry, made, None)
 
     def _kernel(self, eqn: JaxprEqn, nested: Sequence[Body], place: Place) -> None:
         """Programs whose inputs and outputs are not those of the equation, as in Pallas."""
-        inside = dataclasses.replace(place, trips=_times(place.trips, _rounds(eqn)))
+        trips = _times(place.trips, _rounds(eqn))
+        inside = dataclasses.replace(place, trips=trips, in_kernel=True)
         for body in nested:
             nothing = (None,) * len(body.jaxpr.invars)
             whole = dataclasses.replace(body, operands=nothing)
@@ -249,7 +254,7 @@ class Builder:
         for edge in edges:
             before.setdefault(edge.target, []).append(edge.source)
         for node in self.nodes:  # what a kernel holds belongs to it
-            if node.parent in self.opaque:
+            if node.parent in self.kernels:
                 before.setdefault(node.parent, []).append(node.id)
         found: set[int] = set()
         waiting = list(roots)
@@ -271,7 +276,8 @@ def _with_totals(nodes: list[Node]) -> tuple[Node, ...]:
         if node.holds:
             sums = inside.get(i, {}).values()
             once = max(sums, default=0) if node.operation == "cond" else sum(sums)
-            nodes[i] = node = dataclasses.replace(node, flops=once * (node.rounds or 1))
+            rounds = 1 if node.rounds is None else node.rounds
+            nodes[i] = node = dataclasses.replace(node, flops=once * rounds)
         if node.parent is not None:
             own = inside.setdefault(node.parent, {})
             own[node.body] = own.get(node.body, 0) + node.flops
@@ -282,6 +288,19 @@ def type_of(value: Any) -> Value:
     """The type of an array or of an abstract value; of a reference that of what it refers to."""
     value = getattr(value, "inner_aval", value)
     return Value(tuple(getattr(value, "shape", ())), getattr(value, "dtype", type(value).__name__))
+
+
+_COMBINING = ("scatter", "reduce", "select_and_")  # what they hold makes one number of two
+# Of what these hold the other programs are for their derivative, or for a check.
+_RUN = {"custom_linear_solve": "jaxprs[2]", "linear_call": "callee"}
+
+
+def _programs(eqn: JaxprEqn) -> tuple[Body, ...]:
+    """The nested programs that ``eqn`` runs."""
+    name = eqn.primitive.name
+    if name.startswith(_COMBINING):
+        return ()
+    return tuple(body for body in bodies(eqn) if _RUN.get(name, body.name) == body.name)
 
 
 def _at(inputs: Sequence[Wire | None], place: int | None) -> Wire | None:
@@ -302,12 +321,12 @@ def _times(trips: int | None, rounds: int | None) -> int | None:
     return None if trips is None or rounds is None else trips * rounds
 
 
-def _close(carry: list[Wire], made: Sequence[Wire | None], may_not_run: bool) -> list[Wire | None]:
+def _close(carry: list[Wire], made: Sequence[Wire | None], rounds: int | None) -> list[Wire | None]:
     """Lead what a round gives back to its start; what the loop gives in the end."""
     for start, last in zip(carry, made, strict=True):
-        if last is not None:
+        if last is not None and (rounds is None or rounds > 1):
             start.carried.append(last)
-    if not may_not_run:
+    if rounds:
         return list(made)
     return [
         Wire(joined=[wire for wire in (*start.joined, last) if wire])
@@ -322,12 +341,15 @@ def _name(eqn: JaxprEqn) -> str:
     return name if isinstance(name, str) else ""
 
 
+_ORDERED = ("sub", "div", "pow", "rem", "atan2", "lt", "le", "gt", "ge")
 _PLAIN = ("y", "new_dtype", "permutation")  # the operation says what they are
 _TOLD = ("y", "axes", "axis", "dimension", "new_dtype", "permutation")
 
 
 def _detail(eqn: JaxprEqn) -> str:
     words = [_short(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
+    if eqn.primitive.name in _ORDERED and isinstance(eqn.invars[0], Literal) and words[0]:
+        words[0] += ",·"  # 1 - x, and not x - 1
     for key in _TOLD:
         value = eqn.params.get(key)
         named = "" if key in _PLAIN else f"{key}="

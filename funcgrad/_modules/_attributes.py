@@ -29,6 +29,19 @@ def attributes(model: Any) -> dict[str, Any]:
     return found
 
 
+def refuse_refs(call: str, model: Any) -> None:
+    """Raise where a variable is an array that changes in place."""
+    from flax import nnx
+
+    for path, part in nnx.iter_graph(model):
+        held = part.get_raw_value() if isinstance(part, nnx.Variable) else part
+        if any(isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(held)):
+            raise ValueError(
+                f"{call}: a module's variables hold arrays, which no call changes in place; got a "
+                f"jax.Ref for {'.'.join(map(str, path))!r}. Make the module without ref=True."
+            )
+
+
 def refuse_held(call: str, model: Any) -> None:
     """Raise where an attribute is a function that reaches a module or variable by itself.
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from funcgrad._modules._attributes import attributes, refuse_held, same
+from funcgrad._modules._attributes import attributes, refuse_held, refuse_refs, same
 from funcgrad._modules._names import (
     is_linen_module,
     is_nnx_module,
@@ -61,7 +61,7 @@ def functional_call(module: Any, variables: Any, /, *args: Any, **kwargs: Any) -
     Raises:
       ValueError: A name is missing, unexpected or given twice, or a shape differs.  An NNX call
         changes a parameter, or an attribute that is no variable; or an attribute is a function
-        that holds the module, whose own values it would use.
+        that holds the module, whose own values it would use; or a variable is a ``jax.Ref``.
       TypeError: ``module`` is no Flax module; ``variables`` have no names; ``mutable`` is given.
 
     Example:
@@ -96,6 +96,7 @@ def functional_call(module: Any, variables: Any, /, *args: Any, **kwargs: Any) -
 def _call_nnx(module: Any, variables: Any, args: tuple[Any, ...], kwargs: Any) -> Called:
     from flax import nnx
 
+    refuse_refs(CALL, module)
     refuse_held(CALL, module)
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     wanted, state = named(params, CALL), named(rest, CALL)

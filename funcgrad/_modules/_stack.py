@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from funcgrad._modules._attributes import attributes, refuse_held, same
+from funcgrad._modules._attributes import attributes, refuse_held, refuse_refs, same
 from funcgrad._modules._names import is_nnx_module, named
 
 CALL = "stack_modules"
@@ -39,7 +39,7 @@ def stack_modules(models: Sequence[Any], /) -> Stacked:
     Raises:
       ValueError: No model, or one that differs from the first: in a module's class, an
         attribute, a tied weight, a name, a shape or a dtype; names the path.  Or a model has
-        a function that holds the model, as ``functional_call`` refuses it.
+        a function that holds the model, or a ``jax.Ref``, as ``functional_call`` refuses it.
       TypeError: A model is neither an NNX module nor Linen variables.
 
     Example:
@@ -75,6 +75,7 @@ def _stack_nnx(models: list[Any]) -> Stacked:
     from flax import nnx
 
     for model in models:
+        refuse_refs(CALL, model)
         refuse_held(CALL, model)
     parts = [attributes(model) for model in models]
     for i, other in enumerate(parts[1:], 1):
