@@ -12,12 +12,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
+from conftest import DEEP
 from test_per_sample import quick_jit
 from test_per_sample_grads import assert_close, dropout, make_net, net
 
 
 def run_clipped(loss, **options):
-    return jax.jit(fg.clipped_grad(loss, **options))
+    return quick_jit(fg.clipped_grad(loss, **options))
 
 
 def rows_as_gradients(params, row):
@@ -38,7 +39,7 @@ def flat(tree):
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 2, 3])
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 3] if DEEP else [None, 2])
 def test_the_sum_is_that_of_the_definition(chunk_size):
     params, x, y = make_net()
     out = run_clipped(net, max_norm=2.0, chunk_size=chunk_size)(params, x, y)
@@ -104,10 +105,10 @@ _clip = {
     for dtype in ("float32", "bfloat16", "float16")
     for mean in (None, 5)
 }
+_FEW = [("float32", None), ("bfloat16", 5), ("float16", None)]
 
 
-@pytest.mark.parametrize("mean_over", [None, 5])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "mean_over"), list(_clip) if DEEP else _FEW)
 @given(rows=hostile_rows(), left_out=st.integers(0, 4))
 def test_one_sample_never_moves_the_sum_by_more_than_the_bound(dtype, mean_over, rows, left_out):
     with np.errstate(over="ignore"):
@@ -148,15 +149,19 @@ def test_entries_whose_squares_overflow_are_clipped_and_not_lost():
     np.testing.assert_allclose(out.norms, [5e20, 5e-30], rtol=1e-6)
 
 
-@pytest.mark.parametrize("road", ["auto", "gram", "materialize"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "road", ["auto", "gram", "materialize"] if DEEP else ["auto", "materialize"]
+)
 @pytest.mark.parametrize("n", [100, 10_000])
-def test_a_bad_entry_is_seen_among_few_and_among_many(n, bad, road):
+def test_a_bad_entry_is_seen_among_few_and_among_many(n, road):
     # On CPU the compiler's maximum of 4,096 numbers or more loses a NaN.
-    rows = jnp.ones((3, n)).at[1, 7].set(bad)
-    out = run_clipped(rows_as_gradients, max_norm=1.0, road=road)(jnp.zeros(n), (rows,))
-    assert out.nonfinite == 1
-    np.testing.assert_allclose(out.grads, 2 / np.sqrt(n), rtol=1e-4)
+    run = run_clipped(rows_as_gradients, max_norm=1.0, road=road)
+    for bad in (np.nan, np.inf, -np.inf):
+        rows = np.ones((3, n), np.float32)
+        rows[1, 7] = bad
+        out = run(np.zeros(n, np.float32), (rows,))
+        assert out.nonfinite == 1
+        np.testing.assert_allclose(out.grads, 2 / np.sqrt(n), rtol=1e-4)
 
 
 def test_float16_gradients_whose_norm_overflows_float16_are_clipped_in_float32():
@@ -169,7 +174,7 @@ def test_bounds_of_groups_and_of_single_leaves():
     params, x, y = make_net()
     rows = fg.per_sample_grads(net)(params, x, y).grads
     per_leaf = {"w": 0.5, "b": 1.0, "v": 2.0}
-    out = jax.jit(fg.clipped_grad(net, max_norm=per_leaf))(params, x, y)
+    out = run_clipped(net, max_norm=per_leaf)(params, x, y)
     for name, bound in per_leaf.items():
         expected = clipped_loop(np.asarray(rows[name]).reshape(5, -1), bound)
         np.testing.assert_allclose(out.grads[name].ravel(), expected, rtol=1e-5, atol=1e-6)
@@ -177,7 +182,7 @@ def test_bounds_of_groups_and_of_single_leaves():
     nested = {"body": {"w": params["w"], "b": params["b"]}, "head": params["v"]}
     loss = lambda p, x, y: net({**p["body"], "v": p["head"]}, x, y)
     grouped = fg.clipped_grad(loss, max_norm={"body": 0.5, "head": 2.0})
-    got = grouped(nested, x, y)
+    got = quick_jit(grouped)(nested, x, y)
     body = np.concatenate([np.asarray(rows[k]).reshape(5, -1) for k in "bw"], axis=1)
     np.testing.assert_allclose(
         flat(got.grads["body"]), clipped_loop(body, 0.5), rtol=1e-5, atol=1e-6
@@ -232,7 +237,7 @@ def test_padding_counts_nowhere():
     padded = [jnp.concatenate([a, jnp.full((2, *a.shape[1:]), jnp.nan)]) for a in (x, y)]
     mask = jnp.arange(7) < 5
     plain = run_clipped(net, max_norm=1.0)(params, x, y)
-    out = jax.jit(fg.clipped_grad(net, max_norm=1.0, chunk_size=4))(params, *padded, mask=mask)
+    out = run_clipped(net, max_norm=1.0, chunk_size=4)(params, *padded, mask=mask)
     assert_close(out.grads, plain.grads)
     assert out.nonfinite == 0
     assert out.clip_fraction == plain.clip_fraction
@@ -243,7 +248,7 @@ def test_padding_counts_nowhere():
 
 def test_an_empty_batch_gives_zeros():
     params, x, y = make_net(n=0)
-    out = jax.jit(fg.clipped_grad(net, max_norm=1.0))(params, x, y)
+    out = run_clipped(net, max_norm=1.0)(params, x, y)
     assert jax.tree.map(jnp.shape, out.grads) == jax.tree.map(jnp.shape, params)
     assert not flat(out.grads).any()
     assert out.norms.shape == out.values.shape == (0,)
@@ -280,7 +285,7 @@ def test_memory_follows_the_chunk_and_not_the_batch():
     x, y = jnp.tile(x, (1, 8)), jnp.tile(y, (1, 8))
 
     def temporaries(n):
-        fun = jax.jit(fg.clipped_grad(net, max_norm=1.0, chunk_size=4))
+        fun = run_clipped(net, max_norm=1.0, chunk_size=4)
         analysis = fun.lower(params, x[:n], y[:n]).compile().memory_analysis()
         return analysis.temp_size_in_bytes
 
@@ -293,7 +298,7 @@ def test_an_automatic_chunk_keeps_to_the_budget_and_to_the_sum(road):
 
     def run(budget):
         fun = fg.clipped_grad(net, max_norm=1.0, chunk_size="auto", memory_budget=budget, road=road)
-        compiled = jax.jit(fun).lower(params, x, y).compile()
+        compiled = quick_jit(fun).lower(params, x, y).compile()
         return compiled(params, x, y).grads, compiled.memory_analysis().temp_size_in_bytes
 
     small, small_bytes = run(1)
@@ -312,7 +317,7 @@ def test_a_sharded_batch_gives_the_sum_of_one_device(chunk_size, kind):
     expected = run_clipped(net, max_norm=1.0)(params, x, y)
     with jax.set_mesh(mesh):
         split = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, y)]
-        out = jax.jit(fg.clipped_grad(net, max_norm=1.0, chunk_size=chunk_size))(params, *split)
+        out = run_clipped(net, max_norm=1.0, chunk_size=chunk_size)(params, *split)
     assert_close(jax.device_get(out.grads), jax.device_get(expected.grads))
 
 
@@ -322,12 +327,15 @@ def test_inside_shard_map_the_sums_of_the_devices_add_up(check_vma):
     params, x, y = make_net(n=8)
 
     def local(params, x, y):
-        out = run_clipped(net, max_norm=1.0, chunk_size=1)(params, x, y)
+        out = fg.clipped_grad(net, max_norm=1.0, chunk_size=1)(params, x, y)
         return jax.lax.psum(out.grads, "data")
 
-    total = jax.shard_map(
-        local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=check_vma
-    )(params, x, y)
+    total = quick_jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(),
+            check_vma=check_vma,
+        )
+    )(params, x, y)  # fmt: skip
     assert_close(total, run_clipped(net, max_norm=1.0)(params, x, y).grads)
 
 
@@ -373,9 +381,12 @@ _terms = {
 }
 
 
-@pytest.mark.parametrize(
-    ("road", "dtype"), [key for key in _terms if key != ("two_pass", "bfloat16")]
-)
+# In fast runs low precision goes by the road on which terms cancel before they are added.
+_KEYS = [key for key in _terms if key != ("two_pass", "bfloat16")]
+_KEYS = _KEYS if DEEP else [key for key in _KEYS if key[1] == "float32" or key[0] == "gram"]
+
+
+@pytest.mark.parametrize(("road", "dtype"), _KEYS)
 @given(
     seed=st.integers(0, 2**16),
     kind=st.sampled_from(
@@ -392,47 +403,58 @@ def test_the_bound_holds_on_every_road_for_sums_of_terms(road, dtype, seed, kind
     assert np.linalg.norm(flat(everyone) - flat(without)) <= 0.7
 
 
+BOUNDS = {"w": 0.5, "b": 1.0, "v": 2.0}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The clipped sum of the net by each road, each compiled once."""
+    roads = ("auto", "gram", "direct", "two_pass", "materialize")
+    return {road: run_clipped(net, max_norm=BOUNDS, road=road) for road in roads}
+
+
 @pytest.mark.parametrize("road", ["gram", "direct", "two_pass"])
 @pytest.mark.parametrize("chunk_size", [None, 3])
-def test_every_road_gives_the_sum_of_the_materialized_one(road, chunk_size):
+def test_every_road_gives_the_sum_of_the_materialized_one(road, chunk_size, runs):
     params, x, y = make_net()
-    bounds = {"w": 0.5, "b": 1.0, "v": 2.0}
-    expected = run_clipped(net, max_norm=bounds, road="materialize")(params, x, y)
-    out = run_clipped(net, max_norm=bounds, road=road, chunk_size=chunk_size)(params, x, y)
+    expected = runs["materialize"](params, x, y)
+    in_chunks = run_clipped(net, max_norm=BOUNDS, road=road, chunk_size=chunk_size)
+    out = (in_chunks if chunk_size else runs[road])(params, x, y)
     assert_close(out.grads, expected.grads)
     assert_close(out.norms, expected.norms)
     assert_close(out.clip_fraction, expected.clip_fraction)
 
 
-def test_a_bad_sample_is_left_out_on_every_road():
+def test_a_bad_sample_is_left_out_on_every_road(runs):
     params, x, y = make_net()
+    mask = np.arange(5) != 2
+    expected = run_clipped(net, max_norm=BOUNDS)(params, x, y, mask=mask)
     x = x.at[2].set(jnp.nan)
-    keep = jnp.arange(5) != 2
-    expected = run_clipped(net, max_norm=1.0)(params, x[keep], y[keep])
-    for road in ("gram", "direct", "two_pass", "materialize"):
-        out = run_clipped(net, max_norm=1.0, road=road)(params, x, y)
+    for run in runs.values():
+        out = run(params, x, y)
         assert_close(out.grads, expected.grads)
         assert out.nonfinite == 1
-        assert not np.isfinite(out.norms[2])
+        assert not any(np.isfinite(norm[2]) for norm in out.norms.values())
 
 
-@pytest.mark.parametrize("road", ["auto", "gram", "two_pass", "materialize"])
-def test_a_batch_of_bad_samples_alone_gives_zeros(road):
+def test_a_batch_of_bad_samples_alone_gives_zeros(runs):
     params, x, y = make_net()
-    out = run_clipped(net, max_norm=1.0, road=road)(params, jnp.full_like(x, jnp.nan), y)
-    assert isinstance(out, fg.ClippedGrads)
-    assert not flat(out.grads).any()
-    assert out.nonfinite == 5
-    assert out.clip_fraction == 0
+    for run in runs.values():
+        out = run(params, jnp.full_like(x, jnp.nan), y)
+        assert isinstance(out, fg.ClippedGrads)
+        assert not flat(out.grads).any()
+        assert out.nonfinite == 5
+        assert not any(out.clip_fraction.values())
 
 
 @pytest.mark.parametrize("road", ["gram", "two_pass"])
 def test_each_sample_draws_its_own_mask_on_every_road(road):
     w, x, key = jnp.ones(32), jnp.ones((4, 32)), jax.random.key(1)
-    clip = fg.clipped_grad(dropout, max_norm=100.0, road=road)
-    assert isinstance(clip, fg.ClippedGrad)
-    expected = fg.clipped_grad(dropout, max_norm=100.0, road="materialize")(w, x, key)
-    assert_close(clip(w, x, key).grads, expected.grads)
+    assert isinstance(fg.clipped_grad(dropout, max_norm=100.0, road=road), fg.ClippedGrad)
+    clip, expected = (
+        run_clipped(dropout, max_norm=100.0, road=r)(w, x, key) for r in (road, "materialize")
+    )
+    assert_close(clip.grads, expected.grads)
 
 
 def test_two_passes_refuse_what_the_model_would_add_in_low_precision():
@@ -457,7 +479,7 @@ def test_two_passes_keep_what_checkpointing_saves():
         return jnp.sum(jax.lax.scan(lambda h, w: (block(h, w), None), x, layers)[0] ** 2)
 
     def temporaries(fun):
-        return jax.jit(fun).lower(layers, x).compile().memory_analysis().temp_size_in_bytes
+        return quick_jit(fun).lower(layers, x).compile().memory_analysis().temp_size_in_bytes
 
     plain = temporaries(jax.grad(lambda w, x: jax.vmap(loss, (None, 0))(w, x).sum()))
     two = temporaries(lambda *a: fg.clipped_grad(loss, max_norm=1.0, road="two_pass")(*a).grads)

@@ -131,6 +131,7 @@ CONCEPTS = {
         "transforms.per_sample_norms",
         "transforms.per_sample_sums",
         "transforms.per_sample_products",
+        "transforms.per_sample_projections",
         "transforms.clipped_grad",
         "transforms.sample_mixing",
     ],

@@ -169,3 +169,17 @@ def test_a_sharded_batch_in_chunks():
     split = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (ids, x)]
     whole = jax.device_put(params, NamedSharding(mesh, P()))
     assert_equal(clipped(looked_up, 4)(whole, *split).grads, expected, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+def test_indices_narrower_than_the_rest_are_right_under_strict_promotion(x64, dtype):
+    params = {"e": draw(0, 300, 3, dtype=jnp.float64), "w": draw(1, 3, 2, dtype=jnp.float64)}
+    loss = lambda p, t: jnp.sum(jnp.tanh(p["e"][t] @ p["w"]))
+    ids = jnp.array([[1, 5, 1], [0, 250, 7]], dtype)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        samples = fg.per_sample(loss)(params, ids)
+        norms, projected = samples.norms(), samples.project(jax.random.key(0), 7)
+    rows = jax.vmap(jax.grad(loss), (None, 0))(params, ids)
+    flat_rows = jnp.concatenate([rows["e"].reshape(2, -1), rows["w"].reshape(2, -1)], 1)
+    np.testing.assert_allclose(norms, jnp.linalg.norm(flat_rows, axis=1), rtol=1e-12)
+    assert projected.shape == (2, 7)

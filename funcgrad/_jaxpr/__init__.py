@@ -5,6 +5,9 @@ every nested body, ``follow`` tells what depends on what, ``rewrite`` runs it ag
 chosen equations replaced, ``source_line`` finds the user's line of an equation.
 """
 
+from funcgrad._jaxpr._alike import alike as alike
+from funcgrad._jaxpr._alike import literal as literal
+from funcgrad._jaxpr._alike import operation as operation
 from funcgrad._jaxpr._bodies import FUNCTION as FUNCTION
 from funcgrad._jaxpr._bodies import PASS_THROUGH as PASS_THROUGH
 from funcgrad._jaxpr._bodies import Body as Body
@@ -18,6 +21,7 @@ from funcgrad._jaxpr._rewrite import rewrite as rewrite
 from funcgrad._jaxpr._source import SourceLine as SourceLine
 from funcgrad._jaxpr._source import call_stack as call_stack
 from funcgrad._jaxpr._source import calling_line as calling_line
+from funcgrad._jaxpr._source import calling_lines as calling_lines
 from funcgrad._jaxpr._source import source_line as source_line
 from funcgrad._jaxpr._trace import Traced as Traced
 from funcgrad._jaxpr._trace import trace as trace

@@ -24,6 +24,7 @@ _LIBRARIES = tuple(
 )
 # These rooms use the rest of the package as anyone would: their lines are a user's lines.
 _USERS = tuple(f"{_PACKAGE}/{room}/" for room in ("parity", "bench", "_demo"))
+_COLUMN = re.compile(r":\d+ \(")
 _FRAME = re.compile(r"^(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)$")
 
 
@@ -96,3 +97,9 @@ def _frames(info: source_info_util.SourceInfo) -> tuple[SourceLine, ...]:
 def call_stack(eqn: JaxprEqn) -> list[SourceLine]:
     """The calls that led to ``eqn``, outermost first, JAX's own left out."""
     return list(_frames(eqn.source_info)[::-1])
+
+
+def calling_lines(eqn: JaxprEqn) -> str:
+    """The lines that led to ``eqn``, without columns: to be compared, at little cost."""
+    frames = source_info_util.summarize(eqn.source_info, num_frames=1000)
+    return _COLUMN.sub(" (", frames)

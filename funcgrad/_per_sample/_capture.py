@@ -17,6 +17,7 @@ from jax.extend import source_info_util
 from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, Literal, make_varying, primitives, varying_axes
 from funcgrad._per_sample._factors import formed_gradient
+from funcgrad._per_sample._forms import by_form
 from funcgrad._per_sample._plan import Level, Site, picked_axes
 from funcgrad._per_sample._roads import NormSlot, site_norm
 from funcgrad._per_sample._sums import wide
@@ -53,23 +54,28 @@ def run(level: Level, args: Sequence[Any], slots: Slots) -> tuple[list[Any], Ope
             return bare(atom)
         return env[atom] + slots[level.values[atom]]
 
-    for index, eqn in enumerate(level.jaxpr.eqns):
+    index = 0
+    while index < len(level.jaxpr.eqns):
+        eqn, again = level.jaxpr.eqns[index], level.recurring.get(index)
+        made = eqn.outvars if again is None else again.outputs
         names = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with (
             source_info_util.user_context(eqn.source_info.traceback, name_stack=names),
             eqn.ctx.manager,
         ):
-            if index in level.sites:
+            if again is not None:
+                out: Any = again.fun(*map(read, again.inputs))
+            elif index in level.sites:
                 site = level.sites[index]
                 if eqn.primitive is primitives.dynamic_slice_p:
                     operand = jnp.stack([read(eqn.invars[1 + d]) for d in picked_axes(eqn)])
                 else:
                     operand = read(eqn.invars[1 - (site.formed or site).position])
                 weight = bare(eqn.invars[(site.formed or site).position])
-                made = _site(site, operand, weight, slots.get(site))
+                there = _site(site, operand, weight, slots.get(site))
                 if site.kind != "value" and not isinstance(slots.get(site), NormSlot):
                     operands[site] = operand
-                out: Any = [made.reshape(eqn.outvars[0].aval.shape)]
+                out = [there.reshape(eqn.outvars[0].aval.shape)]
             elif index in level.entered:
                 inputs = [
                     bare(atom) if _enters_as_weight(level, index, i) else read(atom)
@@ -80,7 +86,8 @@ def run(level: Level, args: Sequence[Any], slots: Slots) -> tuple[list[Any], Ope
             else:
                 take = bare if id(eqn) in preamble else read
                 out = _jaxpr.bind(eqn, *map(take, eqn.invars))
-        env.update(zip(eqn.outvars, out, strict=True))
+        env.update(zip(made, out, strict=True))
+        index += 1 if again is None else again.length
     return [read(atom) for atom in level.jaxpr.outvars], operands
 
 
@@ -107,12 +114,12 @@ def _site(site: Site, operand: Any, weight: Any, slot: Any) -> Any:
 
     def backward(kept: Any, cotangent: Any) -> Any:
         operand, weight = kept
-        back = _operand_cotangent(use, kind, weight, cotangent)
+        back = _operand_cotangent(use, weight, cotangent, kind=kind)
         if use is not site:
             return back, None, formed_gradient(use, operand, cotangent).astype(wide(weight.dtype))
         if norm_only is not None:
             gram, dtype = norm_only
-            norm = site_norm(site, operand, cotangent, gram).astype(dtype)
+            norm = site_norm(site, operand, cotangent, gram=gram).astype(dtype)
             return back, None, NormSlot(norm, gram)
         return back, None, cotangent if has_slot else None
 
@@ -120,7 +127,8 @@ def _site(site: Site, operand: Any, weight: Any, slot: Any) -> Any:
     return call(operand, weight, slot)
 
 
-def _operand_cotangent(site: Site, kind: Any, weight: Any, cotangent: Any) -> Any:
+@by_form
+def _operand_cotangent(site: Site, weight: Any, cotangent: Any, *, kind: Any) -> Any:
     if not jnp.issubdtype(kind.dtype, jnp.inexact):
         return None
     (back,) = jax.linear_transpose(lambda z: site.bind(z, weight), kind)(cotangent)

@@ -205,7 +205,9 @@ def clipped_grad(
       road: ``"auto"``, ``"gram"`` and ``"direct"`` keep gradients as factors (see
         ``per_sample``); ``"materialize"`` holds a chunk's gradients in memory;
         ``"two_pass"`` goes back twice and needs the least memory, also where the model
-        recomputes (``jax.checkpoint``).
+        recomputes (``jax.checkpoint``).  Its second pass scales each sample's loss, where the
+        others scale what came back: it takes no way back of the user's own (a hook,
+        ``custom_vjp``, ``Function``), which may clip or round and need not scale along.
 
     Returns:
       A ``ClippedGrad``: called with ``(params, *batch, mask=None)`` it returns
@@ -215,9 +217,8 @@ def clipped_grad(
       TypeError: A leaf to differentiate is not floating, or the loss is not a real scalar.
       ValueError: A bound is not positive and finite or its tree is no prefix of
         ``params``; ``mean_over`` or ``memory_budget`` is not positive; ``mask`` is not one
-        boolean per sample; ``road="two_pass"`` meets values of less than float32,
-        or a way back of the user's own (a hook, ``custom_vjp``, ``Function``), which need not
-        be linear; or as ``per_sample_grads``.
+        boolean per sample; ``road="two_pass"`` meets values of less than float32, or a way
+        back of the user's own; or as ``per_sample_grads``.
 
     Example:
       >>> loss = lambda w, x: w @ x

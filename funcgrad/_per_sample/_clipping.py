@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from funcgrad import _jaxpr
-from funcgrad._compat import gathered, make_varying, open_jaxpr, primitives, varying_axes
+from funcgrad._compat import gathered, make_varying, varying_axes
 from funcgrad._per_sample._lookups import Rows, add_rows, weighted_rows
 from funcgrad._per_sample._per_sample import backward
 from funcgrad._per_sample._records import Records, Scheme
@@ -116,15 +116,10 @@ def clip_one(grads: list[Any], bounds: Bounds) -> Any:
 
 def materialized(problem: Problem, bounds: Bounds) -> Step:
     """Every gradient of the chunk in memory."""
-    program = open_jaxpr(problem.traced.jaxpr)[0]
-    convolves = any(
-        visit.eqn.primitive is primitives.conv_general_dilated_p for visit in _jaxpr.walk(program)
-    )
 
     def step(sums: Any, chunk: Any) -> tuple[Any, Chunk]:
         mapped, mask = chunk
-        made = problem.differentiate(mapped)
-        grads, values, aux = _kept_apart(made, problem, mapped) if convolves else made
+        grads, values, aux = problem.differentiate(mapped)
         kept, norms, clipped, finite = jax.vmap(lambda g: clip_one(g, bounds))(grads)
         kept = [
             jnp.where(mask.reshape(-1, *[1] * (g.ndim - 1)), g, jnp.zeros_like(g)) for g in kept
@@ -133,24 +128,6 @@ def materialized(problem: Problem, bounds: Bounds) -> Step:
         return sums, (norms, clipped, finite, values, aux)
 
     return step
-
-
-def _kept_apart(made: Any, problem: Problem, mapped: Any) -> Any:
-    """Gradients, values and aux; made again sample by sample where an entry is not finite.
-
-    Mapped over samples, a convolution may become one in groups, which the compiler may widen
-    by zeros: zero times a NaN would be in every sample.
-    """
-    axes = varying_axes((made, mapped))
-    made = make_varying(gathered(made), axes)
-
-    def one(sample: Any) -> Any:
-        alone = problem.differentiate(jax.tree.map(lambda x: x[None], sample))
-        return jax.tree.map(lambda x: x[0], alone)
-
-    fine = jnp.stack([jnp.isfinite(g).all() for g in made[0]] or [jnp.ones((), bool)]).all()
-    again = lambda: make_varying(lax.map(one, gathered(mapped)), axes)
-    return lax.cond(fine, lambda: made, again)
 
 
 def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from funcgrad._per_sample._forms import by_form
 from funcgrad._per_sample._plan import Site
 from funcgrad._per_sample._sums import wide
 
@@ -166,6 +167,7 @@ def _conv(site: Site, operands: Any, cotangents: Any) -> Factors:
     )
 
 
+@by_form
 def formed_gradient(site: Site, operands: Any, cotangents: Any) -> Any:
     """One sample's gradient of a filter, from its patches (*loops, ...).
 
@@ -222,12 +224,16 @@ def _gather(site: Site, operands: Any, cotangents: Any) -> Factors | None:
         or numbers.operand_batching_dims
         or sorted(picked) != sorted(numbers.collapsed_slice_dims)
         or any(sizes[d] != shape[d] for d in range(len(shape)) if d not in picked)
+        or not math.prod(shape)
     ):
         return None
     indices = operands.reshape(operands.shape[0], -1, operands.shape[-1])
-    limits = jnp.asarray([shape[d] for d in picked])
-    inside = ((indices >= 0) & (indices < limits)).all(-1)
-    clamped = jnp.clip(indices, 0, limits - 1)
+    # In the dtype of the indices, which may not reach the last row.
+    most = np.iinfo(indices.dtype).max
+    last = np.array([min(shape[d] - 1, most) for d in picked], indices.dtype)[None, None]
+    inside = ((indices >= 0) & (indices <= last)).all(-1)
+    wide = np.int64 if indices.dtype.itemsize == 8 else np.int32
+    clamped = jnp.clip(indices, 0, last).astype(wide)
     ids = jnp.zeros(clamped.shape[:-1], clamped.dtype)
     for k, d in enumerate(picked):
         ids = ids * shape[d] + clamped[..., k]

@@ -18,6 +18,7 @@ from jax import lax
 from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, Literal, primitives, replicated_like
 from funcgrad._per_sample._factors import dense_axes, formed_gradient
+from funcgrad._per_sample._forms import by_form
 from funcgrad._per_sample._layout import PLAIN
 from funcgrad._per_sample._plan import Level, Site
 from funcgrad._per_sample._sums import wide
@@ -141,7 +142,8 @@ def outputs(site: Site, operands: Any, weight: Any, n: int | None) -> Any:
     return fun(operands, weight)
 
 
-def pull_back(site: Site, operands: Any, cotangents: Any, weight: Any, n: int | None) -> Any:
+@by_form
+def pull_back(site: Site, operands: Any, cotangents: Any, weight: Any, *, n: int | None) -> Any:
     """The gradient of the weight at a site, summed over samples: ``outputs`` transposed."""
     dtype = wide(weight.dtype)
     if site.kind == "value":

@@ -114,11 +114,10 @@ def backward(
     consts, sites = list(problem.traced.jaxpr.consts), scheme.sites
     level = dataclasses.replace(scheme.level, consts=tuple(consts))
     axes = varying_axes((mapped, problem.batch.shared))
-    params = [_refuse_derivative(leaf) for leaf in make_varying(problem.trainable, axes)]
-    mapped = [
-        _refuse_derivative(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
-        for leaf in mapped
-    ]
+    params = _refuse_derivative(make_varying(problem.trainable, axes))
+    floats = [x for x in mapped if jnp.issubdtype(x.dtype, jnp.inexact)]
+    floats = iter(_refuse_derivative(floats))
+    mapped = [next(floats) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in mapped]
     own = _capture.make_slots(sites, sharing=slots is None)
     zeros = {site: (slots or {}).get(i, own.get(site)) for i, site in enumerate(sites)}
     zeros = {site: zero for site, zero in zeros.items() if zero is not None}
@@ -161,8 +160,8 @@ def _empty_axis(x: Any, axis: int) -> Any:
 
 
 @jax.custom_jvp
-def _refuse_derivative(x: Any) -> Any:
-    return x
+def _refuse_derivative(xs: list[Any]) -> list[Any]:
+    return xs
 
 
 @_refuse_derivative.defjvp

@@ -9,6 +9,7 @@ anywhere else ("value") it is the cotangent of the weight itself.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -20,7 +21,9 @@ from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, open_jaxpr, primitives
 from funcgrad._compat import Literal as JaxprLiteral
 from funcgrad._jaxpr import Body, bodies
+from funcgrad._per_sample._forms import Form
 from funcgrad._per_sample._layout import Layout, follow_layout, is_enlarged
+from funcgrad._per_sample._recurring import Run, recurring
 
 Kind = Literal["dense", "conv", "gather", "value"]
 
@@ -85,6 +88,11 @@ class Site:
         """The shape of what the site gives."""
         return self.var.aval if self.eqn is None else self.eqn.outvars[0].aval
 
+    @functools.cached_property
+    def form(self) -> Form:
+        """What the site computes, wherever it stands."""
+        return Form(self)
+
     def bind(self, operand: Any, weight: Any) -> Any:
         """What the site computes from the other operand and the weight, in their precision."""
         if self.eqn is None:
@@ -109,6 +117,7 @@ class Level:
     entered: dict[int, list["Level"]] = dataclasses.field(default_factory=dict)
     dependent: set[Any] = dataclasses.field(default_factory=set)
     demoted: set[int] = dataclasses.field(default_factory=set)  # inputs used as plain values
+    recurring: dict[int, Run] = dataclasses.field(default_factory=dict)
 
     def all_sites(self) -> list[Site]:
         """The sites here and in the programs entered."""
@@ -165,6 +174,9 @@ class _Reader:
         for atom in level.jaxpr.outvars[:n_outputs]:
             if self._is_weight(atom):
                 self._value(atom, "it is an output", None)
+        preamble = {id(eqn) for eqn in level.preamble}
+        plain = {i for i, eqn in enumerate(level.jaxpr.eqns) if id(eqn) not in preamble}
+        level.recurring = recurring(level.jaxpr, plain - {*level.sites, *level.entered})
         return level
 
     def _is_weight(self, atom: Any) -> bool:

@@ -23,6 +23,7 @@ from funcgrad._per_sample._batch import scan_chunks
 from funcgrad._per_sample._factors import Factors, dense_axes, factors
 from funcgrad._per_sample._plan import Site
 from funcgrad._per_sample._records import Records
+from funcgrad._per_sample._roads import factor_shapes
 
 # What the samples of a chunk may hold: enough that adding to buckets runs over many of them.
 _CHUNK_BYTES = 2**26
@@ -92,7 +93,7 @@ def _leaf_axes(key: Any, leaf: Any, dim: int) -> list[Axis]:
     for size, axis_key in zip(sizes, jax.random.split(key, len(sizes)), strict=True):
         to, sign = jax.random.split(axis_key)
         signs = jax.random.rademacher(sign, (size,), jnp.int32)
-        found.append((jax.random.randint(to, (size,), 0, dim), signs))
+        found.append((jax.random.randint(to, (size,), 0, dim, jnp.int32), signs))
     return found
 
 
@@ -114,16 +115,7 @@ def _is_followed(site: Site) -> bool:
         return False
     if None in layout.scanned or len(layout.scanned) != sum(site.stacked):
         return False
-    return site.kind != "gather" or _shapes(site) is not None
-
-
-def _shapes(site: Site) -> Factors | None:
-    """The factors of one sample, as shapes."""
-    shapes = [
-        jax.ShapeDtypeStruct((1, *site.lengths, *aval.shape), aval.dtype)
-        for aval in (site.operand, site.output)
-    ]
-    return jax.eval_shape(functools.partial(factors, site), *shapes)
+    return site.kind != "gather" or factor_shapes(site.form) is not None
 
 
 def _is_formed(f: Factors, dim: int) -> bool:
@@ -137,7 +129,7 @@ def _is_formed(f: Factors, dim: int) -> bool:
 def _bytes_each(records: Records, factored: Sequence[int], formed: Sequence[int], dim: int) -> int:
     total = 3 * sum(records.params[i].size for i in formed)
     for k in factored:
-        f = _shapes(records.scheme.sites[k])
+        f = factor_shapes(records.scheme.sites[k].form)
         assert f is not None
         blocks, terms, rows, columns = f.sizes
         if f.is_rows:
@@ -156,7 +148,7 @@ def _combine(axes: Sequence[Axis]) -> Axis:
     """Offsets and signs of the entries of several axes, flattened."""
     to, sign = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
     for a, s in axes:
-        to, sign = (to[:, None] + a).ravel(), (sign[:, None] * s).ravel()
+        to, sign = (to[:, None] + a[None]).ravel(), (sign[:, None] * s[None]).ravel()
     return to, sign
 
 
@@ -226,14 +218,14 @@ def _of_rows(rows: Any, axes: list[Axis], dim: int) -> Any:
     if jnp.iscomplexobj(rows):
         rows = jnp.stack([rows.real, rows.imag], -1)
     to, sign = _combine(axes)
-    rows = rows.reshape(len(rows), -1) * sign.astype(rows.dtype)
+    rows = rows.reshape(len(rows), -1) * sign.astype(rows.dtype)[None]
     return _add(rows.T, to, dim).T
 
 
 def _of_product(left: Side, right: Side, dim: int) -> Any:
     """The same of ``left^T right``, formed."""
-    a = left.values * left.at[1][:, None].astype(left.values.dtype)
-    b = right.values * right.at[1][:, None].astype(right.values.dtype)
+    a = left.values * left.at[1][None, :, None].astype(left.values.dtype)
+    b = right.values * right.at[1][None, :, None].astype(right.values.dtype)
     grads = jnp.einsum("nbti,nbtj->bijn", a, b, precision=lax.Precision.HIGHEST)
     to = left.at[0][:, :, None] + right.at[0][:, None, :]
     return _add(grads.reshape(to.size, -1), to.ravel(), dim).T
@@ -242,7 +234,7 @@ def _of_product(left: Side, right: Side, dim: int) -> Any:
 def _waves(side: Side, dim: int) -> Any:
     """The Fourier transform of what one factor puts into the buckets, for each term."""
     to, sign = side.at
-    values = side.values * sign[:, None].astype(side.values.dtype)
+    values = side.values * sign[None, :, None].astype(side.values.dtype)
     by_block = jnp.moveaxis(values, (1, 3), (0, 1))  # (blocks, entries, samples, terms)
     to = jnp.broadcast_to(to, by_block.shape[:2])
     buckets = jax.vmap(functools.partial(_add, dim=dim))(by_block, to)
@@ -260,6 +252,8 @@ def _of_lookup(f: Factors, site: Site, axes: Sequence[list[Axis]], dim: int) -> 
     to, sign = _combine([fixed, *rest])
     ids = jnp.maximum(f.left, 0)
     signs = jnp.where(f.left >= 0, row_sign[ids], 0).astype(f.right.dtype)
-    values = f.right * signs[..., None] * (sign * site.layout.scale).astype(f.right.dtype)
-    at = (row_to[ids][..., None] + to).reshape(len(ids), -1)
+    scale = sign.astype(f.right.dtype) * site.layout.scale
+    spread = lambda x: x.reshape(*[1] * f.left.ndim, -1)
+    values = f.right * signs[..., None] * spread(scale)
+    at = (row_to[ids][..., None] + spread(to)).reshape(len(ids), -1)
     return jax.vmap(functools.partial(_add, dim=dim))(values.reshape(len(ids), -1), at)

@@ -52,8 +52,21 @@ def _spread(values: Any, x: Any, axis: int) -> Any:
     return values.reshape(-1, *[1] * (x.ndim - axis - 1))
 
 
+# What is done to many arrays is under jit, to be traced once for each shape, and in line again.
+@functools.partial(jax.jit, inline=True, static_argnums=2)
 def _blank(x: Any, kept: Any, axis: int) -> Any:
     return jnp.where(_spread(kept, x, axis), x, jnp.zeros_like(x))
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=3)
+def _scaled(x: Any, weights: Any, kept: Any, axis: int) -> Any:
+    dtype = wide(x.dtype)
+    return _blank(x.astype(dtype) * _spread(weights, x, axis).astype(dtype), kept, axis)
+
+
+@functools.partial(jax.jit, inline=True)
+def _any_lost(squares: Any, mass: Any) -> Any:
+    return jnp.any(has_lost_digits(squares, mass))
 
 
 def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any) -> dict[int, Any]:
@@ -103,7 +116,7 @@ class Records:
     cotangents: list[Any]
     scheme: Scheme
 
-    @property
+    @functools.cached_property
     def dtype(self) -> Any:
         """The dtype of norms: float32 or wider."""
         return norm_dtype(self.params)
@@ -133,8 +146,7 @@ class Records:
         used = [i for i, s in enumerate(sites) if chosen is None or s.leaves & chosen]
 
         def scaled(x: Any, site: Site) -> Any:
-            dtype, axis = wide(x.dtype), len(site.lengths)
-            return _blank(x.astype(dtype) * _spread(weights, x, axis).astype(dtype), kept, axis)
+            return _scaled(x, weights, kept, len(site.lengths))
 
         # Operands are scaled where they are much smaller, cotangents elsewhere: those of a
         # product serve the bias beside it too.
@@ -207,7 +219,7 @@ class Records:
 
         weights, back = jax.vjp(chosen_weights, [all_params[i] for i in chosen])[:2]
         pulled = [
-            _linear.pull_back(self.scheme.sites[i], operands[i], cotangents[i], w, n)
+            _linear.pull_back(self.scheme.sites[i], operands[i], cotangents[i], w, n=n)
             for i, w in zip(only, weights, strict=True)
         ]
         (grads,) = back([p.astype(w.dtype) for p, w in zip(pulled, weights, strict=True)])
@@ -242,7 +254,7 @@ class Records:
         fragile = [i for i, road in enumerate(self.scheme.roads) if road.is_fragile]
         if not fragile or not self.scheme.n_samples:
             return squares
-        lost = [jnp.any(has_lost_digits(squares[i], masses[i])) for i in fragile]
+        lost = [_any_lost(squares[i], masses[i]) for i in fragile]
         again = lax.cond(
             jnp.stack(lost).any(),
             lambda: self.exact_squares(fragile),

@@ -1,14 +1,16 @@
 """The reference road: every sample's gradient, materialised."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from funcgrad import _jaxpr
-from funcgrad._compat import make_varying, varying_axes
+from funcgrad._compat import gathered, make_varying, open_jaxpr, primitives, varying_axes
 from funcgrad._per_sample._batch import (
     Batch,
     Randomness,
@@ -53,6 +55,7 @@ def per_sample_grads(
     one random key among the arguments  split, so that each sample has its own
     a key with ``in_axes`` ``None``     refused where it is drawn from, with the line
     inside ``shard_map``                each device's rows are its own samples', unreduced
+    one sample's NaN or infinity        in that sample's row alone
     ==================================  ==================================================
 
     Args:
@@ -129,8 +132,39 @@ class Problem:
         """The value and aux of one sample, as shapes."""
         return _out_shapes(self.traced)
 
+    @functools.cached_property
+    def convolves(self) -> bool:
+        """Whether the loss has a convolution, at any depth."""
+        program = open_jaxpr(self.traced.jaxpr)[0]
+        return any(
+            visit.eqn.primitive is primitives.conv_general_dilated_p
+            for visit in _jaxpr.walk(program)
+        )
+
     def differentiate(self, chunk: Any) -> tuple[list[Any], Any, Any]:
         """The stacked gradients, values and aux of a chunk of samples."""
+        made = self._mapped(chunk)
+        return self._kept_apart(made, chunk) if self.convolves else made
+
+    def _kept_apart(self, made: Any, chunk: Any) -> tuple[list[Any], Any, Any]:
+        """The same, made again sample by sample where an entry is not finite.
+
+        JAX maps the gradient of a filter over samples as one convolution in groups, which the
+        compiler may widen by zeros: zero times the NaN of one sample would be in the others.
+        """
+        axes = varying_axes((made, chunk))
+        made = make_varying(gathered(made), axes)
+
+        def one(sample: Any) -> Any:
+            alone = self._mapped(jax.tree.map(lambda x: x[None], sample))
+            return jax.tree.map(lambda x: x[0], alone)
+
+        floats = [x for x in jax.tree.leaves(made) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        fine = jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
+        again = lambda: make_varying(lax.map(one, gathered(chunk)), axes)
+        return lax.cond(fine, lambda: made, again)
+
+    def _mapped(self, chunk: Any) -> tuple[list[Any], Any, Any]:
         # Inside shard_map the gradient of a value that all devices share carries a sum over
         # the devices: row i would be the sum of every device's row i.
         axes = varying_axes((chunk, self.batch.shared))

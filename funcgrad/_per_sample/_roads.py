@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +20,7 @@ from funcgrad._per_sample._factors import (
     rows_times_dense,
     squared_norms,
 )
+from funcgrad._per_sample._forms import Form, by_form
 from funcgrad._per_sample._plan import Site
 from funcgrad._per_sample._sums import wide
 
@@ -151,24 +151,19 @@ def _parts_cost(parts: Sequence[Part], sites: Sequence[Site]) -> int:
     return total
 
 
-_known_shapes: weakref.WeakKeyDictionary[Site, Any] = weakref.WeakKeyDictionary()
-
-
 def _shapes(site: Site) -> Any:
+    return factor_shapes(site.form)
+
+
+@functools.lru_cache(maxsize=256)
+def factor_shapes(form: Form) -> Factors | None:
     """The factors of one sample, as shapes."""
-    if site not in _known_shapes:
-        _known_shapes[site] = _find_shapes(site)
-    return _known_shapes[site]
-
-
-def _find_shapes(site: Site) -> Any:
-    lead = (1, *site.lengths)
-    operand, output = site.operand, site.output
-    return jax.eval_shape(
-        lambda z, g: factors(site, z, g),
-        jax.ShapeDtypeStruct((*lead, *operand.shape), operand.dtype),
-        jax.ShapeDtypeStruct((*lead, *output.shape), output.dtype),
+    lead = (1, *form.site.lengths)
+    operand, output = (
+        jax.ShapeDtypeStruct((*lead, *aval.shape), aval.dtype)
+        for aval in (form.site.operand, form.site.output)
     )
+    return jax.eval_shape(functools.partial(factors, form.site), operand, output)
 
 
 def _overlapping(mine: list[int], sites: Sequence[Site]) -> list[list[int]]:
@@ -250,7 +245,8 @@ def norm_slots(roads: Sequence[LeafRoad], sites: Sequence[Site]) -> dict[int, No
     return found
 
 
-def site_norm(site: Site, operand: Any, cotangent: Any, gram: bool) -> Any:
+@by_form
+def site_norm(site: Site, operand: Any, cotangent: Any, *, gram: bool) -> Any:
     """The squared norm and mass at a site of one sample, in one iteration of its loops."""
     here = dataclasses.replace(site, lengths=(), stacked=())
     f = factors(here, operand[None], cotangent[None])
@@ -266,14 +262,34 @@ def leaf_squares(
 
     The sample axis of a site's record is behind those of its loops.
     """
+    mine = [k for part in road.parts or () for k in (*part.rows, *part.dense)]
+    place = {k: i for i, k in enumerate(mine)}
+    parts = tuple(
+        dataclasses.replace(
+            part,
+            rows=tuple(place[k] for k in part.rows),
+            dense=tuple(place[k] for k in part.dense),
+        )
+        for part in road.parts or ()
+    )
+    return _squares(
+        tuple(sites[k] for k in mine),
+        [records[k] for k in mine],
+        parts=parts,
+        n_samples=n_samples,
+    )
+
+
+@by_form
+def _squares(
+    sites: tuple[Site, ...], records: Any, *, parts: tuple[Part, ...], n_samples: int
+) -> tuple[Any, Any]:
     dtype = functools.reduce(
-        np.promote_types,
-        [wide(sites[k].output.dtype) for p in road.parts or () for k in (*p.rows, *p.dense)],
-        np.dtype(np.float32),
+        np.promote_types, [wide(site.output.dtype) for site in sites], np.dtype(np.float32)
     )
     dtype = jnp.finfo(dtype).dtype
     total, mass = jnp.zeros(n_samples, dtype), jnp.zeros(n_samples, dtype)
-    for part in road.parts or ():
+    for part in parts:
         if part.is_value:
             (k,) = part.dense
             g = records[k][1]
@@ -379,6 +395,12 @@ def pack(x: Any, axis: int) -> Packed:
     return Packed(lax.squeeze(x, units), axis - sum(d < axis for d in units), units)
 
 
+# Under jit, to be traced once for each shape; and in line again.
+@functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4))
+def _cut(x: Any, start: Any, size: int, axis: int, units: tuple[int, ...]) -> Any:
+    return lax.expand_dims(lax.dynamic_slice_in_dim(x, start, size, axis), units)
+
+
 def map_samples(
     fun: Callable[[Any], Any], samples: Any, axes: Any, n_samples: int, bytes_each: int
 ) -> Any:
@@ -397,8 +419,7 @@ def map_samples(
     packed = [pack(x, axis) for x, axis in zip(leaves, tree.flatten_up_to(axes), strict=True)]
 
     def chunk(start: Any) -> Any:
-        cut = [lax.dynamic_slice_in_dim(p.array, start, size, p.axis) for p in packed]
-        cut = [lax.expand_dims(x, p.units) for x, p in zip(cut, packed, strict=True)]
+        cut = [_cut(p.array, start, size, p.axis, p.units) for p in packed]
         return fun(jax.tree.unflatten(tree, cut))
 
     # The last chunk begins early where samples do not divide, and only its end is new.

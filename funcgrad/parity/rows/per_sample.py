@@ -1,6 +1,7 @@
-"""Rows of section 8: per-sample gradients, their sums, norms and products."""
+"""Rows of section 8: per-sample gradients, their sums, norms, products and projections."""
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 
 from funcgrad.parity._table import agree, error_of, row
@@ -159,6 +160,54 @@ def per_sample_products():
     samples = fg.per_sample(lambda w, x: jnp.tanh(x @ w).sum())(w, x)
 
     return agree(dots=(theirs[0], samples.dots(direction)), gram=(theirs[1], samples.gram()))
+
+
+@row(
+    "transforms.per_sample_projections",
+    concept="random projections of per-sample gradients",
+    torch="torch.stack([flatten(grad(loss(x_i), params)) for x_i in x]) @ P",
+    here="samples.project(key, dim)",
+    needs=("per_sample",),
+    note="`P`, which the key stands for, is never there: the factors are sketched.",
+)
+def per_sample_projections():
+    """Five samples of two layers; `P` is read off from unit gradients, given as they are."""
+    import torch
+
+    import funcgrad as fg
+
+    params = {"b": torch.randn(4), "v": torch.randn(4, 2), "w": torch.randn(3, 4)}
+    params = {name: p.requires_grad_() for name, p in params.items()}
+    x = torch.randn(5, 2, 3)
+
+    def gradient(x):
+        loss = (torch.tanh(x @ params["w"] + params["b"]) @ params["v"]).sin().sum()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, params.values())])
+
+    theirs = torch.stack([gradient(x_i) for x_i in x])
+
+    key, dim = jax.random.key(0), 8
+    arrays = jax.tree.map(lambda t: jnp.asarray(t.detach().numpy()), params)
+    flat, like_params = jax.flatten_util.ravel_pytree(arrays)
+
+    def given(p, row):
+        pairs = zip(jax.tree.leaves(p), jax.tree.leaves(row), strict=True)
+        return sum(jnp.sum(a * b) for a, b in pairs)
+
+    def ours(p, x):
+        return jnp.sin(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"]).sum()
+
+    units = jax.vmap(like_params)(jnp.eye(flat.size))
+    matrix = fg.per_sample(given)(arrays, units).project(key, dim)
+    roads = {
+        road: jax.jit(fg.per_sample(ours, road=road))(arrays, jnp.asarray(x.numpy()))
+        for road in ("gram", "materialize")
+    }
+
+    return agree(
+        factored=(theirs @ torch.tensor(matrix.tolist()), roads["gram"].project(key, dim)),
+        formed=(theirs @ torch.tensor(matrix.tolist()), roads["materialize"].project(key, dim)),
+    )
 
 
 @row(
