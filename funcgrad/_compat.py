@@ -113,6 +113,19 @@ def is_transposing_shard_map() -> bool:
     return False
 
 
+def unoptimised() -> dict[str, Any] | None:
+    """Compiler options where a program is compiled for its figures and never run.
+
+    They leave out what follows after memory is assigned, machine code above all.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    options: dict[str, Any] = {"xla_backend_optimization_level": 0}
+    if jax.__version_info__ < (0, 11):
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options
+
+
 def is_split(x: Any, axis: int) -> bool:
     """Whether an axis of ``x`` is spread over a mesh axis of explicit kind."""
     spec = jax.typeof(x).sharding.spec

@@ -1,6 +1,7 @@
 """What a checkpoint keeps: exactly the chosen values, with the gradients of the function itself."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import funcgrad as fg
 from conftest import DEEP, PROGRAMS
 from funcgrad import policies
+from funcgrad._compat import unoptimised
 from funcgrad._jaxpr import walk
 from funcgrad._remat._policies import Candidate
 from programs import odd_tanh, programs
@@ -34,6 +36,9 @@ def _quickly():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+quickly = functools.partial(jax.jit, compiler_options=unoptimised())
 
 
 @contextlib.contextmanager
@@ -106,7 +111,7 @@ def test_values_and_gradients_are_those_of_the_function():
     names = ("everything", "offloaded")
     every = {name: fg.checkpoint(block, policy=POLICIES[name]) for name in names}
 
-    @jax.jit
+    @quickly
     def run(params, x):
         return {
             name: (fun(params, x), jax.grad(total(fun), (0, 1))(params, x))
@@ -244,7 +249,7 @@ def test_a_word_that_marks_nothing_is_an_error_with_near_words(policy, words):
     with pytest.raises(ValueError, match=words):
         fun(PARAMS, X)  # at the call, before anything is differentiated
     with pytest.raises(ValueError, match="marks none"):
-        jax.jit(jax.grad(total(fun)))(PARAMS, X)
+        quickly(jax.grad(total(fun)))(PARAMS, X)
 
 
 def test_an_inner_checkpoint_decides_for_itself():
@@ -310,7 +315,7 @@ def test_derivatives_of_every_order_and_mode(name, x64):
 
     fun = ORDERS[name]
     kept = fg.checkpoint(fun, policy=policies.save_everything())
-    both = jax.jit(lambda x: (derivatives(fun, x), derivatives(kept, x)))
+    both = quickly(lambda x: (derivatives(fun, x), derivatives(kept, x)))
     plain, again = both(x)
     for key in plain:
         assert_close(again[key], plain[key], 1e-11)
@@ -345,7 +350,7 @@ def test_operations_whose_derivative_reads_their_output(name, x64):
     again = fg.checkpoint(fun, policy=policies.save_everything())
     x = jnp.asarray(rng.normal(size=(3, 3)))
 
-    @jax.jit
+    @quickly
     def both(x):
         grads = [jax.grad(total(f)) for f in (fun, again)]
         return [(g(x), jax.grad(total(g))(x)) for g in grads]
@@ -365,8 +370,8 @@ def test_generated_programs_keep_their_gradients(program, which):
     with jax.enable_x64(True):
         params, (x, t) = program.params(np.float64), program.inputs(np.float64)
         again = fg.checkpoint(program.loss, policy=policy)
-        found = jax.jit(jax.value_and_grad(again, (0, 1)))(params, x, t)
-        assert_close(found, jax.jit(jax.value_and_grad(program.loss, (0, 1)))(params, x, t), 1e-10)
+        found = quickly(jax.value_and_grad(again, (0, 1)))(params, x, t)
+        assert_close(found, quickly(jax.value_and_grad(program.loss, (0, 1)))(params, x, t), 1e-10)
 
 
 def test_composes_with_jit_vmap_scan_and_closed_over_tracers():
@@ -379,7 +384,7 @@ def test_composes_with_jit_vmap_scan_and_closed_over_tracers():
             step = lambda x, _: (fun(layer)(x), None)
             return lax.scan(step, x, length=2)[0].sum()
 
-        return jax.jit(jax.vmap(jax.grad(lambda p, x: jnp.sin(loss(p, x)), (0, 1)), (None, 0)))
+        return quickly(jax.vmap(jax.grad(lambda p, x: jnp.sin(loss(p, x)), (0, 1)), (None, 0)))
 
     xs = jnp.stack([X, 2 * X])
     found = stacked(lambda fun: fg.checkpoint(fun, policy=policy))(PARAMS, xs)
@@ -405,8 +410,8 @@ def test_shard_map_inside_and_around(check_vma, inside):
         again = fg.checkpoint(sharded(local), policy=policies.save_nothing())
     else:
         again = sharded(fg.checkpoint(local, policy=policy))
-    grads = jax.jit(jax.grad(again, (0, 1)))
-    assert_close(grads(w, x), jax.jit(jax.grad(sharded(local), (0, 1)))(w, x), 2e-6)
+    grads = quickly(jax.grad(again, (0, 1)))
+    assert_close(grads(w, x), quickly(jax.grad(sharded(local), (0, 1)))(w, x), 2e-6)
 
 
 def test_custom_rules_are_one_operation_and_keep_their_derivative():
@@ -575,7 +580,7 @@ NO_DERIVATIVE = {
 def test_an_operation_without_a_derivative_may_stand_where_none_is_asked_for(name):
     fun, x = NO_DERIVATIVE[name], jnp.array([0.2, 0.5])
     again = fg.checkpoint(fun, policy=policies.save_everything())
-    assert_close(jax.jit(again)(x), jax.jit(fun)(x))
+    assert_close(quickly(again)(x), quickly(fun)(x))
     if name != "another platform's operation":
         assert_close(jax.grad(total(again))(x), jax.grad(total(fun))(x))
 
@@ -632,7 +637,7 @@ def test_under_the_new_flag_the_same_is_kept():
         again = fg.checkpoint(ORDERS["exp of sin in scan"], policy=policies.save_everything())
         x = jnp.arange(3.0)
         plain = jax.grad(total(jax.grad(total(ORDERS["exp of sin in scan"]))))
-        assert_close(jax.jit(jax.grad(total(jax.grad(total(again)))))(x), jax.jit(plain)(x), 1e-5)
+        assert_close(quickly(jax.grad(total(jax.grad(total(again)))))(x), quickly(plain)(x), 1e-5)
 
 
 @needs_remat3

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
+from funcgrad._compat import unoptimised
 from funcgrad._remat._budget import checkpoint_under_budget
 
 
@@ -87,8 +88,7 @@ CASES = [(unrolled, 0.3), (scanned, 0.9), (with_rules, 0.5)]
 
 each = pytest.mark.parametrize(("fun", "budget"), CASES)
 # What costs is the compiler's own optimisation, which is not in question here.
-options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-quickly = functools.partial(jax.jit, compiler_options=options)
+quickly = functools.partial(jax.jit, compiler_options=unoptimised())
 both = lambda fun: jax.grad(fun, argnums=(0, 1))
 
 

@@ -1,5 +1,7 @@
 """What is kept for the backward pass in another form: its size, its error, its gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
 from conftest import DEEP, PROGRAMS
+from funcgrad._compat import unoptimised
 from programs import odd_tanh, programs
 
+compiled_quickly = functools.partial(jax.jit, compiler_options=unoptimised())
 TEN = (lambda x: 10 * x, lambda x: x)
 SAME = (lambda x: x, lambda x: x)
 PACKS = {"bfloat16": fg.packs.bfloat16, "int8": fg.packs.int8, "host": fg.packs.host}
@@ -106,7 +110,7 @@ def test_compiled_memory_follows_where_the_loop_packs_each_step():
         step = fg.saved_tensor_hooks(layer, *pack)
         loss = lambda w, x: lax.scan(lambda h, _: (step(h, w), None), x, length=16)[0].sum()
         args = jnp.ones((64, 64)), jnp.ones((128, 64))
-        compiled = jax.jit(jax.grad(loss)).lower(*args).compile()
+        compiled = compiled_quickly(jax.grad(loss)).lower(*args).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(fg.packs.int8) < 0.45 * temporaries(SAME)
@@ -157,7 +161,7 @@ def test_int8_shows_what_is_not_finite_in_long_rows(dtype, x64):
 
 @pytest.mark.usefixtures("quickly")
 def test_gradients_are_near_and_the_same_under_transformations():
-    @jax.jit
+    @compiled_quickly
     def run(w):
         found = {"exact": jax.grad(net)(w, X, MASK)}
         for name, pack in PACKS.items():
@@ -191,8 +195,8 @@ def test_generated_programs_without_a_change_keep_their_gradient(program):
     with jax.enable_x64(True):
         params, (x, t) = program.params(np.float64), program.inputs(np.float64)
         hooked = fg.saved_tensor_hooks(program.loss, *SAME, where=everything)
-        found = jax.jit(jax.grad(hooked, (0, 1)))(params, x, t)
-        expected = jax.jit(jax.grad(program.loss, (0, 1)))(params, x, t)
+        found = compiled_quickly(jax.grad(hooked, (0, 1)))(params, x, t)
+        expected = compiled_quickly(jax.grad(program.loss, (0, 1)))(params, x, t)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
@@ -213,8 +217,8 @@ def test_inside_shard_map(check_vma):
     # Some of what is kept varies from device to device, and some does not.
     local = lambda w, x: jnp.sum(jnp.sin(jnp.tanh(x @ w))) + jnp.sum(jnp.sin(jnp.exp(w)))
     hooked = fg.saved_tensor_hooks(local, *SAME)
-    found = jax.jit(jax.grad(loss(hooked), (0, 1)))(W, X)
-    for a, b in zip(found, jax.jit(jax.grad(loss(local), (0, 1)))(W, X), strict=True):
+    found = compiled_quickly(jax.grad(loss(hooked), (0, 1)))(W, X)
+    for a, b in zip(found, compiled_quickly(jax.grad(loss(local), (0, 1)))(W, X), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -223,8 +227,8 @@ def test_second_derivatives_go_through_the_pack_or_are_refused():
     fun = lambda a: jnp.sum(jnp.sin(a) ** 3)
     twice = lambda fun: jax.grad(lambda a: jax.grad(fun)(a).sum())
     a = jnp.arange(16.0)
-    near = jax.jit(twice(fg.saved_tensor_hooks(fun, *fg.packs.bfloat16)))(a)
-    np.testing.assert_allclose(near, jax.jit(twice(fun))(a), atol=0.05)
+    near = compiled_quickly(twice(fg.saved_tensor_hooks(fun, *fg.packs.bfloat16)))(a)
+    np.testing.assert_allclose(near, compiled_quickly(twice(fun))(a), atol=0.05)
     small = fg.saved_tensor_hooks(fun, *fg.packs.int8)
     with pytest.raises(NotImplementedError, match="a pack that gives int8, which has no derivat"):
         twice(small)(a)
@@ -249,7 +253,7 @@ def test_an_output_that_is_not_used_keeps_its_explicit_sharding():
     two = lambda w, x: (jnp.tanh(x @ w).sum(), jnp.tanh(x @ w))
     with jax.set_mesh(mesh):
         x = jax.device_put(X, jax.NamedSharding(mesh, P("data")))
-        first = lambda fun: jax.jit(jax.grad(lambda w, x: fun(w, x)[0]))
+        first = lambda fun: compiled_quickly(jax.grad(lambda w, x: fun(w, x)[0]))
         hooked = fg.saved_tensor_hooks(two, *SAME)
         np.testing.assert_allclose(first(hooked)(W, x), first(two)(W, x), rtol=1e-5, atol=1e-6)
 
@@ -266,7 +270,7 @@ def test_hooks_may_close_over_what_is_differentiated():
         hooked = fg.saved_tensor_hooks(lambda a: a**2, lambda x: x * s, lambda x: x)
         return jax.grad(hooked)(a)
 
-    np.testing.assert_array_equal(jax.jit(jax.value_and_grad(tenfold))(10.0, 3.0), (60, 6))
+    np.testing.assert_array_equal(compiled_quickly(jax.value_and_grad(tenfold))(10.0, 3.0), (60, 6))
 
 
 def test_a_shape_that_changes_is_refused():
@@ -288,7 +292,7 @@ def test_functions_of_every_kind():
     hooked = fg.saved_tensor_hooks(fun, *SAME)
     out, expected = hooked(params, key, True), fun(params, key, True)
     assert jax.tree.structure(out) == jax.tree.structure(expected)
-    grad = lambda fun: jax.jit(
+    grad = lambda fun: compiled_quickly(
         jax.grad(lambda w: fun({**params, "w": w}, key, True, scale=w)["loss"])
     )
     np.testing.assert_allclose(grad(hooked)(A + 1), grad(fun)(A + 1), rtol=1e-6)
@@ -306,8 +310,8 @@ def test_functions_of_every_kind():
     assert jax.tree.all(
         jax.tree.map(
             lambda a, b: np.allclose(a, b, rtol=1e-6),
-            jax.jit(jax.grad(hooked))(model, jnp.ones((2, 3))),
-            jax.jit(jax.grad(loss))(model, jnp.ones((2, 3))),
+            compiled_quickly(jax.grad(hooked))(model, jnp.ones((2, 3))),
+            compiled_quickly(jax.grad(loss))(model, jnp.ones((2, 3))),
         )
     )
 
@@ -318,8 +322,8 @@ def test_gradients_of_what_is_closed_over():
 
     hooked = lambda fun: fg.saved_tensor_hooks(fun, *SAME)
     np.testing.assert_allclose(
-        jax.jit(jax.grad(lambda w: loss(w, hooked)))(W),
-        jax.jit(jax.grad(lambda w: loss(w, lambda fun: fun)))(W),
+        compiled_quickly(jax.grad(lambda w: loss(w, hooked)))(W),
+        compiled_quickly(jax.grad(lambda w: loss(w, lambda fun: fun)))(W),
         rtol=1e-6,
         atol=1e-6,
     )

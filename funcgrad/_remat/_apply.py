@@ -80,7 +80,7 @@ def _schedule(level: Level, homes: Any, lent: Any) -> Schedule:
         op = backward.ops[place]
         if op.eqn.primitive is pull_p:
             key = op.eqn.params["key"]
-            wanted = _outer_reads(level.loops[key], loops[key])
+            wanted = outer_reads(level.loops[key], loops[key])
         else:
             wanted = [level.received(a) for a in op.inputs]
         steps.append((place, prepare(wanted)))
@@ -89,7 +89,7 @@ def _schedule(level: Level, homes: Any, lent: Any) -> Schedule:
     return Schedule(level, kept, here, reads, places, steps, last, loops)
 
 
-def _outer_reads(held: HeldLoop, inside: Schedule) -> list[Atom]:
+def outer_reads(held: HeldLoop, inside: Schedule) -> list[Atom]:
     """What the backward of a loop reads of the values around it."""
     op = held.stands
     wanted = [
@@ -132,10 +132,10 @@ def _scan_forward(held: HeldLoop, plan: Schedule, values: list[Any], pool: Any) 
     return [*carry, *ys], kept
 
 
-def _keeping_nothing(level: Level) -> Schedule:
+def keeping_nothing(level: Level) -> Schedule:
     # The forward program, not the user's: the second derivative of a custom rule's forward
     # differs from that of the rule.
-    loops = {key: _keeping_nothing(held.level) for key, held in level.loops.items()}
+    loops = {key: keeping_nothing(held.level) for key, held in level.loops.items()}
     places = sorted(level.forward.needed(level.outputs))
     return Schedule(level, [], {}, set(), places, [], [], loops)
 
@@ -281,7 +281,7 @@ class _Again:
             ]
             if op.eqn.primitive is held_p:
                 held = self.level.loops[op.eqn.params["key"]]
-                outs = _scan_forward(held, _keeping_nothing(held.level), values, self.pool)[0]
+                outs = _scan_forward(held, keeping_nothing(held.level), values, self.pool)[0]
             else:
                 outs = _bind(op, values)
             self.env.update(zip(op.outputs, outs, strict=True))

@@ -14,6 +14,12 @@ from funcgrad._remat._stages import Stages
 # Branches times variables: about a second on one core.  Work, and not time, so that all hosts
 # of one computation come to the same choice.
 _WORK = 100_000
+# Of the cost of the relaxed choice: what a change may cost to be tried in the first search.
+_NEAR = 0.03
+# The part of a bound by which the solver may miss it, with room to spare.
+TOLERANCE = 1e-5
+# Of the cost of all steps: below it the solver sees no difference.
+_CHEAP = 1e-6
 # Never reached in what we have seen; a solver that hangs should not hang its caller.
 EMERGENCY_SECONDS = 120.0
 # Their declared types lack arrays.
@@ -96,10 +102,52 @@ class Problem:
 
     def within(self, budget: int, gap: float, slack: float = 0.0) -> Any:
         """Minimise the cost within the budget less a part of it."""
+        rows = [self.rows, self._room(budget, slack)]
+        return self._minimise(self.objective, rows, gap, self.upper)
+
+    def near(self, budget: int, gap: float) -> tuple[Closure | None, float]:
+        """The least cost among the choices near the relaxed one; a bound on the cost of any.
+
+        A variable stays where it is whose change alone costs a few hundredths of the whole.
+        """
+        room = self._room(budget)
+        relaxed = scipy.optimize.linprog(
+            self.objective,
+            A_ub=scipy.sparse.vstack([-self.rows.A, room.A]),
+            b_ub=np.concatenate([-np.asarray(self.rows.lb), np.ravel(room.ub)]),
+            bounds=np.stack([np.zeros(self.size), self.upper], 1),
+            method="highs",
+        )
+        if relaxed.x is None:
+            return None, 0.0
+        dear = _NEAR * relaxed.fun
+        upper = np.where(relaxed.lower.marginals > dear, 0.0, self.upper)
+        lower = np.where(-relaxed.upper.marginals > dear, upper, 0.0)
+        result = self._minimise(self.objective, [self.rows, room], gap, upper, lower)
+        found = None if result.x is None else self.closure(result.x)
+        if found is not None and found.nbytes > budget:
+            found = None
+        return found, relaxed.fun * self.unit
+
+    def polished(self, budget: int, closure: Closure) -> Closure:
+        """The fewest of the steps too cheap for the solver to see, with no more of the others."""
+        none, cheap = np.zeros(len(self.candidates)), self.costs <= _CHEAP * self.unit
+        weights = np.concatenate([none, self.costs * cheap / max((self.costs * cheap).sum(), 1.0)])
+        dear = np.concatenate([none, self.costs * ~cheap / self.unit])
+        running = [self.step_column[s] for s in closure.again if s in self.step_column]
+        rows = [
+            self.rows,
+            self._room(budget, TOLERANCE),
+            _constraint(dear[None], -np.inf, dear[running].sum()),
+        ]
+        result = self._minimise(weights, rows, 0.0, self.upper)
+        found = closure if result.x is None else self.closure(result.x)
+        return found if found.nbytes <= budget and found.cost < closure.cost else closure
+
+    def _room(self, budget: int, slack: float = 0.0) -> Any:
         scale = max(float(budget), 1.0)
         room = np.concatenate([self.bytes / scale, np.zeros(len(self.steps))])
-        rows = [self.rows, _constraint(room[None], -np.inf, budget / scale * (1 - slack))]
-        return self._minimise(self.objective, rows, gap)
+        return _constraint(room[None], -np.inf, budget / scale * (1 - slack))
 
     def within_peak(self, peak: int, share: float, gap: float) -> Any:
         """Minimise the cost with the predicted peak of every stage within bounds.
@@ -149,10 +197,12 @@ class Problem:
         if apart:
             rows.append(_constraint(self.matrix(apart, more), 0.0, np.inf))
         objective = np.concatenate([self.objective, np.zeros(more)])
-        return self._minimise(objective, rows, gap)
+        return self._minimise(objective, rows, gap, self.upper, work=_WORK // 4)
 
     def least(self) -> Closure:
         """What keeps the fewest bytes."""
+        if (nothing := self.graph.closure(())) is not None:
+            return nothing
         weights = np.concatenate([self.bytes, np.full(len(self.steps), 1e-9)])
         weights /= max(self.bytes.max(initial=1.0), 1.0)
         result = self._minimise(weights, [self.rows], 0.0, np.ones(self.size))
@@ -165,20 +215,25 @@ class Problem:
         return found
 
     def _minimise(
-        self, objective: np.ndarray, rows: list[Any], gap: float, upper: Any = None
+        self,
+        objective: np.ndarray,
+        rows: list[Any],
+        gap: float,
+        upper: np.ndarray,
+        lower: np.ndarray | float = 0.0,
+        work: int = _WORK,
     ) -> Any:
-        integral, limits = np.zeros((2, len(objective)))
+        integral = np.zeros(len(objective))
         integral[: len(self.candidates)] = 1
-        limits[:] = np.inf
-        limits[: self.size] = self.upper if upper is None else upper
+        more = np.full(len(objective) - self.size, np.inf)
         result = scipy.optimize.milp(
             objective,
             integrality=integral,
-            bounds=_bounds(0, limits),
+            bounds=_bounds(lower, np.concatenate([upper, more])),
             constraints=rows,
             options={
                 "mip_rel_gap": gap,
-                "node_limit": max(1, _WORK // max(len(objective), 1)),
+                "node_limit": max(1, work // max(len(objective), 1)),
                 "time_limit": EMERGENCY_SECONDS,
                 "disp": False,
             },

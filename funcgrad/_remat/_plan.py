@@ -239,9 +239,10 @@ def plan(
       fun: Any function of pytrees.
       budgets: Bytes (int) or fractions (float) of what is kept without one.
       budget_kind: ``"residuals"`` counts what is kept from forward to backward; ``"peak"`` the
-        temporaries of the compiled gradient: some plans and the usual policies are compiled,
-        and the one that does the least work again within the budget is taken.  The function is
-        left alone, and ``note`` says so, where none has fewer temporaries than it has.
+        temporaries of the compiled gradient: of plans and the usual policies, those expected
+        near the budget are compiled, and the one that does the least work again within it is
+        taken.  The function is left alone, and ``note`` says so, where none has fewer
+        temporaries than it has.
       argnums: The positional arguments with a gradient; all that are floating, if ``None``.
 
     Returns:

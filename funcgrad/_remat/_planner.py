@@ -25,7 +25,7 @@ class Choice:
     """What to keep, and how it was found; ``note`` says so where no plan helps.
 
     Temporaries, of the plain gradient and of the planned one, are known where they were
-    compiled.
+    compiled; ``compiled`` counts the gradients compiled on the way.
     """
 
     closure: Closure
@@ -34,6 +34,7 @@ class Choice:
     note: str = ""
     temp_bytes: int | None = None
     plain_temp_bytes: int | None = None
+    compiled: int = 0
 
 
 class Flat:

@@ -7,13 +7,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from funcgrad._remat._graph import Closure, Graph, ProgramGraph
-from funcgrad._remat._integer import Problem
+from funcgrad._remat._graph import Closure, Graph
+from funcgrad._remat._integer import TOLERANCE, Problem
 
 # Between the cost of a choice and the least possible.
 _GAP = 1e-2
-# The part of the budget by which the solver may miss it, with room to spare.
-_TOLERANCE = 1e-5
+# The same where the bytes themselves are a guess.
+_ROUGH = 2e-2
+# The same where the program was solved near its relaxation, which is a weaker bound.
+_ENOUGH = 5e-2
 # Solutions by the numbers of their problem; who calls eagerly plans at every call.
 _SOLVED: dict[bytes, "Solution"] = {}
 _REMEMBERED = 256
@@ -68,25 +70,19 @@ def _solve(graph: Graph, budget: int, gap: float, known: list[Closure]) -> Solut
     plain = graph.keeping()
     if plain.nbytes <= budget:
         return Solution(plain, "everything fits", 0.0)
-    problem = Problem(graph)
+    problem, method = Problem(graph), "integer program"
+    # Of the problem made small by its relaxation, first: most often it is as good.
+    near, bound = problem.near(budget, gap) if gap else (None, 0.0)
+    found = near
+    if near is None or near.cost - bound > _ENOUGH * near.cost:
+        found, method, bound = _whole(problem, budget, gap)
+        if near is not None and (found is None or near.cost < found.cost):
+            found, method = near, "integer program"
     best = min(
         (closure for closure in known if closure.nbytes <= budget),
         key=lambda closure: closure.cost,
         default=None,
     )
-    result = problem.within(budget, gap)
-    if result.x is not None and problem.closure(result.x).nbytes > budget:
-        # Above the budget by less than the solver's tolerance.
-        result = problem.within(budget, gap, slack=_TOLERANCE)
-    bound = getattr(result, "mip_dual_bound", None)
-    bound = 0.0 if bound is None or not np.isfinite(bound) else bound * problem.unit
-    found, method = None, "integer program"
-    if result.x is not None:
-        found = problem.closure(result.x)
-        found = found if found.nbytes <= budget else None
-    elif result.status != 2:
-        method = "prices"
-        found, bound = problem.priced(budget)
     if found is None and best is None:
         found = problem.least()
         if found.nbytes > budget:
@@ -100,14 +96,32 @@ def _solve(graph: Graph, budget: int, gap: float, known: list[Closure]) -> Solut
     return Solution(found, method, float(distance))
 
 
-def solve_stages(graph: ProgramGraph, peak: int, share: float) -> Solution | None:
+def _whole(problem: Problem, budget: int, gap: float) -> tuple[Closure | None, str, float]:
+    """The choice of the whole integer program, if there is one; the method; a bound on any."""
+    result = problem.within(budget, gap)
+    if result.x is not None and problem.closure(result.x).nbytes > budget:
+        # Above the budget by less than the solver's tolerance.
+        result = problem.within(budget, gap, slack=TOLERANCE)
+    bound = getattr(result, "mip_dual_bound", None)
+    bound = 0.0 if bound is None or not np.isfinite(bound) else bound * problem.unit
+    if result.x is None:
+        if result.status == 2:
+            return None, "integer program", bound
+        found, bound = problem.priced(budget)
+        return found, "prices", bound
+    found = problem.closure(result.x)
+    if found.nbytes > budget:
+        return None, "integer program", bound
+    return found if gap else problem.polished(budget, found), "integer program", bound
+
+
+def solve_stages(problem: Problem, peak: int, share: float) -> Solution | None:
     """The least cost of running again with a predicted peak of at most ``peak`` bytes, if any.
 
     At each backward stage the peak is what is kept of it and of the stages before, and
     ``share`` of what it makes again.  A stage makes again its own values only.
     """
-    problem = Problem(graph)
-    result = problem.within_peak(peak, share, _GAP)
+    result = problem.within_peak(peak, share, _ROUGH)
     if result.x is None:
         return None
     found = problem.closure(result.x)

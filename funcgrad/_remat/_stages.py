@@ -12,6 +12,8 @@ from funcgrad._remat._level import held_p
 
 # Of arguments alone, these may run anywhere at no harm.
 _CHEAP = {*VIEWS, "slice", "transpose", "convert_element_type", "dynamic_slice"}
+# So many amounts that may cross are tried.
+_LEVELS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,7 @@ def _mark(held: Any, stage: int, of_op: dict[int, int]) -> None:
 
 
 def _cuts(level: Any) -> Sequence[int]:
-    """Places before which the bytes that cross are at a low, each a stage's first."""
+    """Places that begin a stage, so that what crosses and the largest stage take least together."""
     program = level.forward
     last: dict[int, int] = {}
     for place, op in enumerate(program.ops):
@@ -91,20 +93,21 @@ def _cuts(level: Any) -> Sequence[int]:
         reads_outside = all(a in outside for a in op.inputs if isinstance(a, int))
         if reads_outside and op.eqn.primitive.name in _CHEAP:
             outside.update(op.outputs)
-    crossing = np.zeros(len(program.ops) + 1)
+    crossing, made = np.zeros((2, len(program.ops) + 1))
     for place, op in enumerate(program.ops):
         for out in op.outputs:
             if out in last and out not in outside:
-                crossing[place + 1 : last[out] + 1] += nbytes(program.avals[out])
-    inner = crossing[1:-1]
-    positive = inner[inner > 0]
-    if not positive.size:
-        return []
-    # A tensor or two: where a residual stream passes alone.
-    low = np.quantile(positive, 0.02) * 1.01
-    cuts, inside = [], False
-    for place in range(1, len(program.ops)):
-        if crossing[place] <= low and not inside:
-            cuts.append(place)
-        inside = crossing[place] <= low
-    return cuts
+                size = nbytes(program.avals[out])
+                crossing[place + 1 : last[out] + 1] += size
+                made[place + 1] += 0 if op.eqn.primitive.name in VIEWS else size
+    before = np.cumsum(made)
+    best, least = np.zeros(0, int), before[-1]
+    # A tensor or two, where a residual stream passes alone, but not what a norm has of it.
+    for low in np.unique(crossing[crossing > 0])[:_LEVELS]:
+        inside = crossing[1:-1] <= low
+        cuts = 1 + np.flatnonzero(inside & ~np.append(False, inside[:-1]))
+        ends = np.append(cuts, len(program.ops))
+        together = crossing[cuts].sum() + np.diff(before[ends], prepend=0).max()
+        if together < least:
+            best, least = cuts, together
+    return best.tolist()
