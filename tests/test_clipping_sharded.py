@@ -65,6 +65,19 @@ def assert_close(got, expected, rtol=1e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol), got, expected)
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_what_is_huge_or_tiny_is_summed_again_on_every_sharding(kind):
+    tree, specs = mixed()
+    mesh = make_mesh(kind=kind)
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    norm = jax.jit(fg.global_norm)
+    for size in (1e25, 1e-25, 1e-42):
+        scaled = {name: np.float32(x * size) for name, x in tree.items()}
+        with jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext():
+            got = np.float64(np.asarray(norm(jax.tree.map(place, scaled, specs))))
+        np.testing.assert_allclose(got, numpy_norm(scaled), rtol=1e-3 if size < 1e-30 else 1e-6)
+
+
 def test_the_mixed_case_is_12_49_and_not_14_28():
     tree = {"parts": np.float32([6, 6, 6, 0]), "copy": np.full(3, 4, np.float32)}
     norm = shard(fg.global_norm, {"parts": P("data"), "copy": P()}, mesh=make_mesh((2,)))(tree)

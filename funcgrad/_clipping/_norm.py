@@ -28,6 +28,9 @@ from funcgrad._clipping._powers import (
 from funcgrad._compat import make_varying, manual_axes, varying_axes
 from funcgrad._trees import LeafSpec
 
+_SMALL = 4096
+"""Entries of a leaf below which it is joined with others, where speed does not matter."""
+
 
 def global_norm(grads: Any, *, order: Any = 2, frozen: LeafSpec = None, specs: Any = None) -> Any:
     """Compute the norm of all gradients, as if they were one vector.
@@ -135,7 +138,7 @@ def _pair(order: float, axes: tuple[frozenset[str], ...], leaves: list[Any]) -> 
         bits, no_nan = _reduce(lax.pmin, least(leaves), together)
         return scaled(jnp.where(no_nan == 1, number(bits), jnp.nan))
 
-    def add(of_leaf: Any, leaves: list[Any]) -> Any:
+    def add(of_leaf: Any, leaves: list[Any], axes: Any = axes) -> Any:
         once = [_once(of_leaf(x), together - own) for x, own in zip(leaves, axes, strict=True)]
         return jnp.stack(once).sum(0)
 
@@ -147,7 +150,11 @@ def _pair(order: float, axes: tuple[frozenset[str], ...], leaves: list[Any]) -> 
     # Under vmap, JAX 0.10 cannot run branches that hold, or get, what varies less than the choice.
     operands = leaves, scales(plain.dtype, order), at_scales(plain, order)
     operands = make_varying(operands, varying_axes(plain))
-    exact = lambda leaves, at_each, _: exact_sums(leaves, order, at_each, add)
+
+    def exact(leaves: list[Any], at_each: Any, _: Any) -> Any:
+        joined, of = _joined(leaves, axes)
+        return exact_sums(joined, order, at_each, functools.partial(add, axes=of))
+
     sums = lax.cond(safe, lambda *operands: operands[-1], exact, *operands)
     sums = _reduce(lax.psum, sums, together)
     return finest(sums, order)
@@ -190,6 +197,20 @@ def _pair_jvp(order: float, axes: Any, primals: Any, tangents: Any) -> Any:
     ]
     moved = _reduce(lax.psum, jnp.stack(local).sum(0), together)
     return (ratio, unit), (jnp.where(usable, moved, 0), jnp.zeros_like(unit))
+
+
+def _joined(leaves: list[Any], axes: Any) -> tuple[list[Any], list[frozenset[str]]]:
+    """The small leaves of the same axes in one, which takes less to compile; the axes of each."""
+    found, small = [], {}
+    for x, own in zip(leaves, axes, strict=True):
+        # Where shardings are part of the types, parts do not join.
+        in_parts = any(part is not None for part in jax.typeof(x).sharding.spec)
+        if in_parts or x.size > _SMALL:
+            found.append((x, own))
+        else:
+            small.setdefault(own, []).append(x.reshape(-1))
+    found += [(jnp.concatenate(of), own) for own, of in small.items()]
+    return [x for x, _ in found], [own for _, own in found]
 
 
 def _once(x: Any, copied: frozenset[str]) -> Any:
