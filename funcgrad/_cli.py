@@ -88,10 +88,17 @@ def _app() -> Any:
             Path | None, typer.Option("--from", help="Folder of figures to report; runs nothing.")
         ] = None,
         out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("funcgrad-bench"),
+        write_readme: Annotated[
+            Path | None, typer.Option(help="File whose cost table to renew from --from; no more.")
+        ] = None,
     ) -> None:
         """Compare time and memory with other ways to the same numbers."""
-        from funcgrad.bench import run
+        from funcgrad.bench import run, sections, update_readme
 
+        if write_readme is not None:
+            text = write_readme.read_text()
+            write_readme.write_text(update_readme(text, sections(source or out)))
+            raise typer.Exit()
         options: dict[str, Any] = {"models": model or (), "turns": turns, "resume": resume}
         options |= {"full": full, "html": html, "json": json, "source": source}
         raise typer.Exit(run(out, tasks or (), quick=quick, **options))

@@ -18,7 +18,7 @@ from funcgrad.bench import _per_sample as per_sample
 from funcgrad.bench import _report as report
 from funcgrad.bench import _training_step as training_step
 from funcgrad.bench import _worker as worker
-from funcgrad.bench._lora import lora
+from funcgrad.bench._lora import LORA, lora
 from funcgrad.bench._models import MODELS, Task
 from funcgrad.bench._options import Options
 from funcgrad.bench._per_sample import Problem, Reference, Road
@@ -211,10 +211,11 @@ def test_error_is_that_of_the_worst_leaf_and_keeps_a_nan():
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("model", ["cnn-64", "transformer-t128"])
+@pytest.mark.parametrize("model", ["cnn-64", "transformer-t128", "lora"])
 def test_peer_in_torch_is_the_same_model(model, folder, fast_compiler):
     pytest.importorskip("torch")
-    found = errors(functools.partial(PerSample.of, model, True), ["torch: plain"], folder)
+    make = LORA[model] if model in LORA else functools.partial(PerSample.of, model)
+    found = errors(functools.partial(make, True), ["torch: plain"], folder)
     assert max(found.values()) < 1e-5, found
 
 

@@ -1,157 +1,226 @@
 """The task ``debugging``: what ``detect_anomaly`` costs while all is well, and ``gradcheck``."""
 
-import importlib.util
-import statistics
-import time
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import checkify
+from jax.test_util import check_grads
 
 import funcgrad as fg
+from funcgrad._compat import enable_x64
+from funcgrad.bench import _problem
 from funcgrad.bench._models import SEED
 from funcgrad.bench._options import Options, Progress
-from funcgrad.bench._tables import Column, Row, Table
+from funcgrad.bench._problem import Contender, Problem, Right
+from funcgrad.bench._race import race
+from funcgrad.bench._race_tables import LEGEND, contenders
+from funcgrad.bench._tables import Table
 
-NAMES = ("training step", "gradcheck")
+RATE = 0.1
 NOTES = (
-    "A training step of a tanh network, eight layers of width 512, batch 256; over plain is the "
-    "median over turns of the time with the check over that without, one right after the other.",
-    "gradcheck compares all entries of a Jacobian in float64, its compilation included.",
+    *LEGEND,
+    "Training step: the updated weights and the loss of a tanh network. Each call is looked at, "
+    "and nothing is found. torch looks at every operation of backward and checkify at every one, "
+    "jax.debug_nans and fg.detect_anomaly at the results; only the last at infinities, too.",
+    "gradcheck, of tanh(x @ w) in float64: all entries of the Jacobian, or (fast) one projection "
+    "of it. In JAX a check traces and compiles anew at each call, which counts.",
+    "Of what compiles by itself, the first call is its compilation.",
 )
 
 
-def measure(name: str, options: Options, progress: Progress) -> dict[str, Any]:
-    """Seconds of each contender."""
-    progress(name, 0.0)
-    if name == "gradcheck":
-        return _gradcheck(4 if options.quick else 16, options.turns)
-    width, depth, batch = (8, 2, 4) if options.quick else (512, 8, 256)
-    rng = np.random.default_rng(SEED)
-    weights = [rng.normal(size=(width, width), scale=width**-0.5) for _ in range(depth)]
-    weights = [np.asarray(w, np.float32) for w in weights]
-    x = rng.normal(size=(batch, width)).astype(np.float32)
-    found = {"funcgrad": _in_jax(weights, x, options.turns)}
-    progress(name, 0.5)
-    if importlib.util.find_spec("torch") is not None:
-        found["torch"] = _in_torch(weights, x, options.turns)
-    return found
+class TrainingStep(Problem):
+    """Gradient descent on a network of equal layers."""
+
+    baselines = {"jax": ("plain",), "torch": ("torch: plain",)}
+
+    def __init__(self, quick: bool) -> None:
+        width, depth, batch = (8, 2, 4) if quick else (512, 8, 256)
+        draw = np.random.default_rng(SEED).normal
+        weights = [draw(size=(width, width), scale=width**-0.5) for _ in range(depth)]
+        self.args = (
+            [w.astype(np.float32) for w in weights],
+            draw(size=(batch, width)).astype(np.float32),
+        )
+        self.title = f"Training step, {depth} layers of {width}, batch {batch}: no anomaly"
+        self.contenders = STEPS
+
+    def reference(self) -> Right:
+        """The weights after the step and the loss, in float64."""
+        with enable_x64(True):
+            found = jax.jit(_step)(*_problem.float64(self.args))
+            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
+        return {"plain": leaves, "checked": leaves}
 
 
-def _in_jax(weights: Any, x: Any, turns: int) -> dict[str, Any]:
-    def loss(weights: Any, x: Any) -> Any:
+def _step(weights: Any, x: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        y = x
         for w in weights:
-            x = jnp.tanh(x @ w)
-        return jnp.square(x).mean()
+            y = jnp.tanh(y @ w)
+        return jnp.square(y).mean()
 
-    @jax.jit
-    def step(weights: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(weights, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
-
-    weights, x = jax.device_put((weights, x))
-    checked = fg.detect_anomaly(step)
-    run = lambda fun: jax.block_until_ready(fun(weights, x))
-    return _ratio(lambda: run(step), lambda: run(checked), turns)
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - RATE * g, weights, grads), value
 
 
-def _in_torch(weights: Any, x: Any, turns: int) -> dict[str, Any]:
+def _debug_nans(problem: Problem) -> Callable[..., Any]:
+    step = jax.jit(_step)
+
+    def run(*args: Any) -> Any:
+        with jax.debug_nans(True):
+            return step(*args)
+
+    return run
+
+
+def _checkify(problem: Problem) -> Callable[..., Any]:
+    step = jax.jit(checkify.checkify(_step, errors=checkify.nan_checks))
+
+    def run(*args: Any) -> Any:
+        error, found = step(*args)
+        error.throw()
+        return found
+
+    return run
+
+
+def _torch_step(problem: Problem) -> Callable[..., Any]:
     import torch
 
-    tensors = [torch.from_numpy(w).requires_grad_() for w in weights]
-    x = torch.from_numpy(x)
-
-    def step() -> Any:
-        y = x
+    def run(weights: Any, x: Any) -> Any:
+        tensors = [torch.from_numpy(w).requires_grad_() for w in weights]
+        y = torch.from_numpy(x)
         for w in tensors:
             y = torch.tanh(y @ w)
         value = y.square().mean()
         grads = torch.autograd.grad(value, tensors)
-        return [w.detach() - 0.1 * g for w, g in zip(tensors, grads, strict=True)], value
+        updated = [(w.detach() - RATE * g).numpy() for w, g in zip(tensors, grads, strict=True)]
+        return updated, value.detach().numpy()
 
-    def checked() -> Any:
+    return run
+
+
+def _torch_checked(problem: Problem) -> Callable[..., Any]:
+    import torch
+
+    step = _torch_step(problem)
+
+    def run(*args: Any) -> Any:
         with torch.autograd.set_detect_anomaly(True):
-            return step()
+            return step(*args)
 
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that anomaly detection makes it slow
-        return _ratio(step, checked, turns)
+    return run
 
 
-def _ratio(plain: Callable[[], Any], checked: Callable[[], Any], turns: int) -> dict[str, Any]:
-    for fun in (plain, checked):
-        fun()
-    pairs = []
-    for _ in range(max(1, 4 * turns)):
-        seconds = []
-        for fun in (plain, checked):
-            start = time.perf_counter()
-            fun()
-            seconds.append(time.perf_counter() - start)
-        pairs.append(seconds)
-    return {
-        "plain_seconds": statistics.median(p for p, _ in pairs),
-        "checked_seconds": statistics.median(c for _, c in pairs),
-        "over_plain": statistics.median(c / p for p, c in pairs),
-    }
+STEPS = {
+    "plain": Contender(lambda problem: _step, "plain"),
+    "fg.detect_anomaly": Contender(
+        lambda problem: fg.detect_anomaly(jax.jit(_step)), "checked", compiles=True
+    ),
+    "jax.debug_nans": Contender(_debug_nans, "checked", compiles=True),
+    "checkify, nan_checks": Contender(_checkify, "checked", compiles=True),
+    "torch: plain": Contender(_torch_step, "plain", "torch"),
+    "torch: set_detect_anomaly": Contender(_torch_checked, "checked", "torch"),
+}
 
 
-def _gradcheck(size: int, turns: int) -> dict[str, Any]:
-    rng = np.random.default_rng(SEED)
-    x, w = rng.normal(size=(2, size)), rng.normal(size=(size, size))
+class Gradcheck(Problem):
+    """The verdict on a layer, beside its gradient."""
 
-    def ours() -> Any:
-        jax.clear_caches()
-        return fg.gradcheck(lambda x, w: jnp.tanh(x @ w), (x, w))
+    baselines = {"jax": ("plain",), "torch": ("torch: plain",)}
 
-    found = {"funcgrad": {"seconds": _seconds(ours, turns)}}
-    if importlib.util.find_spec("torch") is not None:
+    def __init__(self, quick: bool) -> None:
+        n = 4 if quick else 16
+        draw = np.random.default_rng(SEED).normal
+        # In float32, so that float64 has the same numbers.
+        self.args = tuple(draw(size=shape).astype(np.float32) for shape in ((2, n), (n, n)))
+        self.title = f"Gradcheck of tanh(x @ w), 2 × {n} by {n} × {n}"
+        self.contenders = CHECKS
+
+    def reference(self) -> Right:
+        """The gradient of the sum, written out; all is well."""
+        x, w = _problem.float64(self.args)
+        slopes = 1 - np.tanh(x @ w) ** 2
+        verdict = [np.ones(())]
+        return {"plain": [slopes @ w.T, x.T @ slopes], "checked": verdict, "fast": verdict}
+
+
+def _layer(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def _gradient(problem: Problem) -> Callable[..., Any]:
+    return jax.grad(lambda *args: _layer(*args).sum(), (0, 1))
+
+
+def _checked(**options: Any) -> Callable[[Problem], Callable[..., Any]]:
+    return lambda problem: lambda *args: float(bool(fg.gradcheck(_layer, args, **options)))
+
+
+def _check_grads(problem: Problem) -> Callable[..., Any]:
+    def run(*args: Any) -> float:
+        with enable_x64(True):
+            check_grads(_layer, _problem.float64(args), order=1, modes=["rev"])
+        return 1.0
+
+    return run
+
+
+def _torch_gradient(problem: Problem) -> Callable[..., Any]:
+    import torch
+
+    def run(*args: Any) -> Any:
+        x, w = (torch.from_numpy(a).requires_grad_() for a in args)
+        return [g.numpy() for g in torch.autograd.grad(torch.tanh(x @ w).sum(), (x, w))]
+
+    return run
+
+
+def _torch_gradcheck(**options: Any) -> Callable[[Problem], Callable[..., Any]]:
+    def make(problem: Problem) -> Callable[..., Any]:
         import torch
 
-        inputs = tuple(torch.from_numpy(a).requires_grad_() for a in (x, w))
-        theirs = lambda: torch.autograd.gradcheck(lambda x, w: torch.tanh(x @ w), inputs)
-        found["torch"] = {"seconds": _seconds(theirs, turns)}
-    return found
+        layer = lambda x, w: torch.tanh(x @ w)
+
+        def run(*args: Any) -> float:
+            inputs = tuple(torch.from_numpy(a).double().requires_grad_() for a in args)
+            return float(torch.autograd.gradcheck(layer, inputs, **options))
+
+        return run
+
+    return make
 
 
-def _seconds(fun: Callable[[], Any], turns: int) -> float:
-    seconds = []
-    for _ in range(turns):
-        start = time.perf_counter()
-        fun()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+CHECKS = {
+    "plain": Contender(_gradient, "plain"),
+    "fg.gradcheck": Contender(_checked(), "checked", compiles=True),
+    "fg.gradcheck, fast": Contender(_checked(fast_mode=True), "fast", compiles=True),
+    "jax.test_util.check_grads": Contender(_check_grads, "fast", compiles=True),
+    "torch: plain": Contender(_torch_gradient, "plain", "torch"),
+    "torch: gradcheck": Contender(_torch_gradcheck(), "checked", "torch"),
+    "torch: gradcheck, fast": Contender(_torch_gradcheck(fast_mode=True), "fast", "torch"),
+}
+MODELS: Mapping[str, Callable[[bool], Problem]] = {
+    "training step": TrainingStep,
+    "gradcheck": Gradcheck,
+}
+NAMES = tuple(MODELS)
+WHY: Mapping[str, str] = {"gradcheck": "Each check traces and compiles; torch runs eagerly."}
+"""By model: why funcgrad is behind, where it is."""
+
+
+def measure(name: str, options: Options, progress: Progress) -> dict[str, Any]:
+    """Race all contenders on one step or check."""
+    make = functools.partial(MODELS[name], options.quick)
+    return race(make, turns=options.turns, progress=progress)
 
 
 def tables(models: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-    """A table of each."""
-    found = []
-    ratio = Column("over plain", "", "lower", ".2f")
-    if step := models.get("training step"):
-        columns = (Column("plain", "ms"), Column("checked", "ms", "lower"), ratio)
-        rows = (
-            Row(
-                {"funcgrad": "fg.detect_anomaly", "torch": "torch: set_detect_anomaly"}[library],
-                (1e3 * t["plain_seconds"], 1e3 * t["checked_seconds"], t["over_plain"]),
-                ours=library == "funcgrad",
-            )
-            for library, t in step.items()
-        )
-        title = "Looking for anomalies, none there"
-        found.append(Table(title, "contender", columns, tuple(rows), compared=("over plain",)))
-    if check := models.get("gradcheck"):
-        rows = (
-            Row(
-                {"funcgrad": "fg.gradcheck", "torch": "torch: autograd.gradcheck"}[library],
-                (1e3 * t["seconds"],),
-                ours=library == "funcgrad",
-            )
-            for library, t in check.items()
-        )
-        columns = (Column("time", "ms", "lower"),)
-        found.append(Table("Gradcheck of tanh(x @ w)", "contender", columns, tuple(rows)))
-    return found
+    """Each model's contenders."""
+    return [
+        contenders(of, compared=("time",), why=WHY.get(name, "")) for name, of in models.items()
+    ]

@@ -223,6 +223,11 @@ MODELS: Mapping[str, Callable[[bool], Derivative]] = {
     "hvp": HVP,
 }
 NAMES = tuple(MODELS)
+WHY: Mapping[str, str] = dict.fromkeys(
+    ("jacobian", "hessian"),
+    "Without chunks the compiled program has JAX's operations: it is the machine.",
+)
+"""By model: why funcgrad is behind, where it is."""
 
 
 def measure(name: str, options: Options, progress: Progress) -> dict[str, Any]:
@@ -233,4 +238,4 @@ def measure(name: str, options: Options, progress: Progress) -> dict[str, Any]:
 
 def tables(models: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     """Each derivative's contenders."""
-    return [contenders(of) for of in models.values()]
+    return [contenders(of, why=WHY.get(name, "")) for name, of in models.items()]

@@ -63,16 +63,15 @@ def lora(
         return -jnp.mean(jnp.take_along_axis(logp[:-1], tokens[1:, None], 1))
 
     tokens = rng.integers(0, vocabulary, (batch, length)).astype(np.int32)
-    return Task(loss, params, (tokens,), chunk)
+    return Task(loss, params, (tokens,), chunk, {"layers": frozen, "embedding": embedding})
 
 
 def _problem(quick: bool) -> PerSample:
     if quick:
         toy = functools.partial(lora, 8, length=8, width=16, depth=2, vocabulary=32, rank=2)
-        return PerSample(toy, "lora at toy size")
-    return PerSample(
-        functools.partial(lora, 16), "LoRA of rank 8, transformer d256 L4 T128 V8k, batch 16"
-    )
+        return PerSample(toy, "lora at toy size", model="lora")
+    title = "LoRA of rank 8, transformer d256 L4 T128 V8k, batch 16"
+    return PerSample(functools.partial(lora, 16), title, model="lora")
 
 
 LORA: Mapping[str, Callable[[bool], PerSample]] = {"lora": _problem}

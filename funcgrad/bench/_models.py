@@ -24,6 +24,8 @@ class Task:
     batch: tuple[Any, ...]
     chunk: int
     """Samples at a time, for the contenders that scan over microbatches."""
+    frozen: Any = None
+    """Weights that the loss closes over, for who writes it in another library."""
 
     @property
     def size(self) -> int:

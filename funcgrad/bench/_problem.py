@@ -24,6 +24,8 @@ class Contender:
     library: Literal["jax", "torch"] = "jax"
     needs: str | None = None
     """The package that brings it."""
+    compiles: bool = False
+    """Whether a worker leaves it to compile by itself, at its first call."""
 
     def absent(self) -> str | None:
         """Why it cannot run at all, if so."""

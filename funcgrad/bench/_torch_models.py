@@ -1,5 +1,6 @@
-"""The transformer and the LSTM in PyTorch, as losses of one sample over the task's own tree."""
+"""The transformers and the LSTM in PyTorch, as losses of one sample over the task's own tree."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,10 @@ class Functional:
 
         leaves, self._tree = jax.tree.flatten(task.params)
         self.params = [torch.tensor(leaf, requires_grad=True) for leaf in leaves]
-        model = _transformer if "embedding" in task.params else _lstm
+        if task.frozen is not None:
+            model = functools.partial(_adapted, jax.tree.map(torch.from_numpy, task.frozen))
+        else:
+            model = _transformer if "embedding" in task.params else _lstm
         self.loss: Callable[..., Any] = lambda leaves, *sample: model(
             jax.tree.unflatten(self._tree, leaves), *sample
         )
@@ -41,22 +45,42 @@ def _norm(h: Any, scale: Any) -> Any:
     return h * (h * h).mean(-1, keepdim=True).add(1e-6).rsqrt() * scale
 
 
-def _transformer(params: Any, tokens: Any) -> Any:
+def _attend(qkv: Any) -> Any:
     import torch
+
+    length, width = qkv.shape[0], qkv.shape[1] // 3
+    q, k, v = qkv.reshape(length, 3, HEADS, width // HEADS).permute(1, 2, 0, 3)
+    logits = q @ k.transpose(-1, -2) / math.sqrt(width // HEADS)
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    attended = torch.where(seen, logits, -1e9).softmax(-1) @ v
+    return attended.transpose(0, 1).reshape(length, width)
+
+
+def _transformer(params: Any, tokens: Any) -> Any:
     from torch.nn import functional
 
-    length, width = params["position"].shape
-    h = math.sqrt(width) * params["embedding"][tokens] + params["position"]
-    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    h = math.sqrt(params["position"].shape[1]) * params["embedding"][tokens] + params["position"]
     for p in params["layers"]:
-        qkv = (_norm(h, p["norm1"]) @ p["qkv"]).reshape(length, 3, HEADS, width // HEADS)
-        q, k, v = qkv.permute(1, 2, 0, 3)
-        logits = q @ k.transpose(-1, -2) / math.sqrt(width // HEADS)
-        attended = torch.where(seen, logits, -1e9).softmax(-1) @ v
-        h = h + attended.transpose(0, 1).reshape(length, width) @ p["out"]
+        h = h + _attend(_norm(h, p["norm1"]) @ p["qkv"]) @ p["out"]
         up = functional.gelu(_norm(h, p["norm2"]) @ p["up"], approximate="tanh")
         h = h + up @ p["down"]
     logits = _norm(h, params["norm"]) @ params["embedding"].T
+    return functional.cross_entropy(logits[:-1], tokens[1:])
+
+
+def _adapted(frozen: Any, params: Any, tokens: Any) -> Any:
+    from torch.nn import functional
+
+    h = math.sqrt(frozen["embedding"].shape[1]) * frozen["embedding"][tokens]
+    for weights, adapters in zip(frozen["layers"], params, strict=True):
+
+        def dense(x: Any, name: str, w: Any = weights, a: Any = adapters) -> Any:
+            return x @ w[name] + (x @ a[name]["down"]) @ a[name]["up"]
+
+        h = h + dense(_attend(dense(_norm(h, 1.0), "qkv")), "out")
+        up = functional.gelu(dense(_norm(h, 1.0), "up"), approximate="tanh")
+        h = h + dense(up, "down")
+    logits = _norm(h, 1.0) @ frozen["embedding"].T
     return functional.cross_entropy(logits[:-1], tokens[1:])
 
 

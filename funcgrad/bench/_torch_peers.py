@@ -10,7 +10,7 @@ from funcgrad.bench._models import Task
 from funcgrad.bench._torch_models import Functional
 
 _CHAINS = ("mlp", "cnn-64", "cnn-128")
-_FUNCTIONS = ("transformer-t128", "transformer-t256", "transformer-d512", "lstm")
+_FUNCTIONS = ("transformer-t128", "transformer-t256", "transformer-d512", "lstm", "lora")
 
 
 class Chain:

@@ -235,8 +235,9 @@ MODELS: Mapping[str, Callable[[bool], Step]] = {
 NAMES = tuple(MODELS)
 WHY: Mapping[str, str] = dict.fromkeys(
     ("clip-mlp", "clip-leaves"),
-    "Its norm neither overflows nor underflows: each leaf is summed at several scales.",
-)
+    "Its norm neither overflows nor underflows: beside the usual program stands one for what is "
+    "huge or tiny, which needs the gradients in memory of their own.",
+) | {"accumulate-mlp": "So is a scan by hand: XLA multiplies small micro-batches slowly on CPU."}
 """By model: why funcgrad is behind, where it is."""
 
 

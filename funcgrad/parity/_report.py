@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from funcgrad import _markers
 from funcgrad.parity._table import SECTIONS, Outcome, Row, evaluate, select
 from funcgrad.parity.rows import ROWS
-
-BEGIN, END = "<!-- concept-table:begin -->", "<!-- concept-table:end -->"
 
 
 def run(
@@ -100,17 +99,11 @@ def update_readme(text: str, *, rows: Iterable[Row] = ROWS) -> str:
       ValueError: A marker is absent.
 
     Example:
-      >>> "1 Engine" in update_readme(f"{BEGIN} old {END}")
+      >>> text = "<!-- concept-table:begin --> old <!-- concept-table:end -->"
+      >>> "1 Engine" in update_readme(text)
       True
     """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(
-            f"update_readme: the table stands between two markers; got no "
-            f"{END if begin else BEGIN}. Add a line {BEGIN} and a line {END}."
-        )
-    return f"{head}{BEGIN}\n\n{markdown(rows)}\n{END}{tail}"
+    return _markers.replace(text, "concept-table", markdown(rows))
 
 
 def _cell(text: str) -> str:
