@@ -68,7 +68,7 @@ print("NaN in the gradient of:", *reports)
 # %% Modules: the four kinds of hooks, chosen by path or by class; the model is not edited.
 model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(16), nn.tanh, nn.Dense(1)])
 x = jnp.linspace(-1, 1, 12).reshape(4, 3)
-params = model.init(jax.random.key(0), x)
+params = jax.jit(model.init)(jax.random.key(0), x)
 calls = []
 put = lambda text: jax.debug.callback(lambda: calls.append(text), ordered=True)
 apply = fg.module_hooks(
@@ -100,8 +100,9 @@ def loss(weights, x):
     return jax.lax.scan(jax.checkpoint(layer), x, weights)[0].sum()
 
 
-x = jax.random.normal(jax.random.key(1), (64, WIDTH))
-weights = jax.random.normal(jax.random.key(2), (DEPTH, WIDTH, WIDTH)) / np.sqrt(WIDTH)
+data = np.random.default_rng(0)
+x = data.standard_normal((64, WIDTH), np.float32)
+weights = data.standard_normal((DEPTH, WIDTH, WIDTH), np.float32) / np.float32(np.sqrt(WIDTH))
 size = lambda values: jnp.sqrt(jnp.mean(values**2))
 look = jax.jit(fg.capture_grads(loss, "layer", reduce=size))
 found = {scale: look(scale * weights, x) for scale in (0.7, 1.0, 1.8)}
@@ -133,4 +134,5 @@ assert calls[3:] == [f"backward layers_{i}" for i in (4, 2, 0)]
 sizes = {scale: captured.cotangents["layer"] for scale, captured in found.items()}
 assert sizes[0.7][0] < 1e-3 * sizes[0.7][-1]
 assert sizes[1.8][0] > 10 * sizes[1.8][-1]
-np.testing.assert_allclose(found[1.0].grads, jax.grad(loss)(weights, x), rtol=1e-4, atol=1e-6)
+grads = jax.jit(jax.grad(loss))(weights, x)
+np.testing.assert_allclose(found[1.0].grads, grads, rtol=1e-4, atol=1e-6)

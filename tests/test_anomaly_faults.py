@@ -485,7 +485,11 @@ def bad_steps():
         yield
 
 
-@given(program=programs(max_size=2), kind=st.sampled_from(sorted(BAD)), where=st.integers(0, 99))
+@given(
+    program=programs(2 if DEEP else 1, max_size=2),
+    kind=st.sampled_from(sorted(BAD)),
+    where=st.integers(0, 99),
+)
 @settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_a_fault_in_a_generated_program_is_found_at_its_line(program, kind, where):
     steps = put(where, Step("bad " + kind, (where,)), program.steps)

@@ -15,6 +15,16 @@ from jax.sharding import PartitionSpec as P
 from conftest import DEEP
 from funcgrad import collectives as co
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _quickly():
+    """Compile without most optimizations: what is asserted here does not depend on them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 N = 4
 VMA = pytest.mark.parametrize("check_vma", [True, False], ids=["typed", "untyped"])
 
@@ -95,11 +105,6 @@ def random(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-# Many small programs, each run once: they need not be fast.
-quickly = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-compiled = functools.partial(jax.jit, compiler_options=quickly)
-
-
 def close(got, expected):
     got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
     for a, b in zip(got, expected, strict=True):
@@ -152,22 +157,26 @@ def spec_of(case):
 
 
 def derivatives(loss, x):
-    value, grad = jax.value_and_grad(loss)(x)
-    tangents = jax.jvp(jax.value_and_grad(loss), (x,), (1 + x,))[1]
+    (value, grad), tangents = jax.jvp(jax.value_and_grad(loss), (x,), (1 + x,))
     return value, grad, tangents
+
+
+def together(*funs):
+    """What each of the functions gives, in one program: many small ones take longer."""
+    return jax.jit(lambda *args: [fun(*args) for fun in funs])
 
 
 @each_case
 def test_value_gradient_tangent_and_second_order_are_those_of_the_whole(case):
     local, whole = losses(case)
     x, spec = inputs(case), spec_of(case)
-    expected = compiled(functools.partial(derivatives, whole))(x)
-    for check_vma in (True, False):
-        fun = functools.partial(derivatives, local)
-        inside = shard(fun, spec, (P(), spec, (P(), spec)), check_vma)
-        close(compiled(inside)(x), expected)
-    around = shard(local, spec, P())  # under types
-    close(compiled(jax.grad(around))(x), expected[1])
+    fun = functools.partial(derivatives, local)
+    inside = [shard(fun, spec, (P(), spec, (P(), spec)), vma) for vma in (True, False)]
+    around = jax.grad(shard(local, spec, P()))  # under types
+    *found, grad, expected = together(*inside, around, functools.partial(derivatives, whole))(x)
+    for got in found:
+        close(got, expected)
+    close(grad, expected[1])
 
 
 @each_case
@@ -180,10 +189,11 @@ def test_under_vmap_scan_checkpoint_and_jit_together(case):
     def both(loss, x):
         return jax.grad(loss)(x), jax.jvp(loss, (x,), (1 + x,))[1]
 
-    expected = compiled(functools.partial(both, whole))(x)
-    for check_vma in (True, False):
-        inside = shard(functools.partial(both, local), spec, (spec, P()), check_vma)
-        close(compiled(inside)(x), expected)
+    fun = functools.partial(both, local)
+    inside = [shard(fun, spec, (spec, P()), check_vma) for check_vma in (True, False)]
+    *found, expected = together(*inside, functools.partial(both, whole))(x)
+    for got in found:
+        close(got, expected)
 
 
 CHAIN = ("copy", "split", "reduce", "gather", "all_gather", "reduce_scatter", "all_to_all", "shift")
@@ -270,10 +280,11 @@ def test_random_chains_over_two_axes(steps):
     x, weights = random(2, 2), {"a": random(2, 6, seed=1), "b": random(2, 6, seed=2)}
     specs = (P(), {"a": P("a"), "b": P("b")})
     grads = lambda run: jax.value_and_grad(functools.partial(run, steps), (0, 1))
-    expected = compiled(grads(run_stacked))(x, weights)
-    for check_vma in (True, False):
-        inside = shard(grads(run_local), specs, (P(), specs), check_vma, make_mesh((2, 2)))
-        close(compiled(inside)(x, weights), expected)
+    mesh = make_mesh((2, 2))
+    inside = [shard(grads(run_local), specs, (P(), specs), vma, mesh) for vma in (True, False)]
+    *found, expected = together(*inside, grads(run_stacked))(x, weights)
+    for got in found:
+        close(got, expected)
 
 
 # What goes over the wire, and back
@@ -318,7 +329,7 @@ def test_backward_sends_once_by_the_dual_and_nothing_else(case, check_vma):
 @VMA
 def test_trees_pass_leaf_by_leaf_with_other_dtypes_and_none(check_vma):
     tree = {"f": jnp.arange(4.0), "i": jnp.arange(4), "n": None, "h": jnp.ones(4, jnp.bfloat16)}
-    out = compiled(shard(lambda t: co.split(co.reduce(t, "tp"), "tp"), P("tp"), P("tp"), check_vma))
+    out = jax.jit(shard(lambda t: co.split(co.reduce(t, "tp"), "tp"), P("tp"), P("tp"), check_vma))
     four = jax.tree.map(lambda x: jnp.concatenate([x] * 4), tree)
     got = out(four)
     assert got["n"] is None
@@ -338,7 +349,7 @@ def test_several_mesh_axes_count_as_one(check_vma):
         return jax.grad(fun)(x), co.split(whole, both, axis=0), co.shift(x, both)
 
     specs = P(both)
-    grads, again, moved = compiled(shard(local, specs, specs, check_vma, make_mesh((2, 2))))(x)
+    grads, again, moved = jax.jit(shard(local, specs, specs, check_vma, make_mesh((2, 2))))(x)
     close(grads, jnp.cos(x) * jnp.arange(8.0).reshape(4, 2))
     np.testing.assert_array_equal(again, x)
     np.testing.assert_array_equal(moved, np.roll(x, 1, 0))
@@ -360,7 +371,7 @@ def test_several_axes_count_devices_in_the_order_of_their_names(check_vma):
         )  # fmt: skip
 
     specs = (P(), spec, spec, spec, spec, spec, spec)
-    run = compiled(shard(local, spec, specs, check_vma, make_mesh((2, 4))))
+    run = jax.jit(shard(local, spec, specs, check_vma, make_mesh((2, 4))))
     whole, own, moved, back, sent, summed, grads = run(x)
     places = 1 + np.arange(8.0)
     np.testing.assert_array_equal(whole, x)
@@ -383,7 +394,7 @@ def test_what_is_empty_stays_empty_with_its_type(check_vma):
 
     specs, outs = [spec_of(c) for c in CASES], [P() if c.gives_same else P("tp") for c in CASES]
     xs = [jnp.zeros((4 if case.takes_same else 16, 0, 4)) for case in CASES]
-    ys, grads = compiled(shard(local, (specs,), (outs, specs), check_vma))(xs)
+    ys, grads = jax.jit(shard(local, (specs,), (outs, specs), check_vma))(xs)
     for case, y, grad, x in zip(CASES, ys, grads, xs, strict=True):
         each = case.stacked(np.zeros((N, 4, 0, 4)))
         assert y.shape == (each[0] if case.gives_same else np.concatenate(each)).shape
@@ -404,7 +415,7 @@ def test_an_axis_that_is_left_to_the_compiler(check_vma):
         check_vma=check_vma,
     )  # fmt: skip
     placed = jax.device_put(x, NamedSharding(mesh, P("a", "b")))
-    close(compiled(inside)(placed), compiled(jax.grad(whole))(x))
+    close(jax.jit(inside)(placed), jax.jit(jax.grad(whole))(x))
 
 
 @VMA
@@ -433,7 +444,7 @@ def test_an_axis_of_one_device_changes_nothing(check_vma):
         y = co.reduce_scatter(co.all_gather(y, "tp"), "tp")
         return co.reduce(co.shift(co.all_to_all(y, "tp"), "tp"), "tp")
 
-    np.testing.assert_array_equal(compiled(shard(local, P(), P(), check_vma, mesh))(x), x)
+    np.testing.assert_array_equal(jax.jit(shard(local, P(), P(), check_vma, mesh))(x), x)
     if not check_vma:  # around it nothing is divided by one
         jax.eval_shape(jax.grad(lambda x: shard(local, P(), P(), False, mesh)(x).sum()), x)
 
@@ -495,10 +506,16 @@ def test_without_types_a_gradient_around_is_refused(name, lift):
     x = random(4, 4, 4)
     loss = lambda x: fun(x).sum()
     with pytest.raises(ValueError, match=rf"{name}: .*\(check_vma=False\).*call jax.grad inside"):
-        jax.grad(loss)(x)
+        jax.eval_shape(jax.grad(loss), x)
     with pytest.raises(ValueError, match="or call jax.grad inside"):
         jax.eval_shape(jax.grad(lambda x: jax.jit(loss)(x)), x)
-    jax.jvp(loss, (x,), (x,))  # forward mode has one convention
+    jax.eval_shape(lambda x: jax.jvp(loss, (x,), (x,)), x)  # forward mode has one convention
+
+
+def test_without_types_nor_a_trace_around_it_is_refused_too():
+    fun = shard(lambda x: co.reduce(x, "tp"), P("tp"), P(), check_vma=False)
+    with pytest.raises(ValueError, match="or call jax.grad inside"):
+        jax.grad(lambda x: fun(x).sum())(random(4))
 
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all", "shift"])
@@ -510,8 +527,8 @@ def test_without_types_the_others_have_gradients_around_too(name):
         return jnp.sin(case.local(x[0], "tp"))[None]
 
     fun = shard(local, P("tp"), P("tp"), check_vma=False)
-    got = compiled(jax.grad(lambda x: fun(x).sum()))(x)
-    close(got, compiled(jax.grad(lambda x: jnp.sin(case.stacked(x)).sum()))(x))
+    stacked = lambda x: jnp.sin(case.stacked(x))
+    close(*together(*[jax.grad(lambda x, f=f: f(x).sum()) for f in (fun, stacked)])(x))
 
 
 def test_lengths_that_do_not_divide_and_axes_that_are_not_there():

@@ -43,18 +43,16 @@ def small_network(monkeypatch):
     monkeypatch.setattr(_digits, "new_params", lambda seed: {"w": WEIGHTS})
 
 
-@pytest.fixture
-def fast_compiler():
-    """Compile sooner to slower code, where nothing but the compiler takes time."""
+@pytest.fixture(autouse=True, scope="module")
+def _quickly():
+    """Compile without most optimizations: what is asserted here does not depend on them."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def test_quick_demo_writes_pictures_and_figures(
-    console, tmp_path, fast_compiler, small_network, monkeypatch
-):
+def test_quick_demo_writes_pictures_and_figures(console, tmp_path, small_network, monkeypatch):
     # The table has its own tests, and so have the other roads.
     every = _per_sample.all_roads
     monkeypatch.setattr(_per_sample, "all_roads", lambda *args: every(*args)[:2])

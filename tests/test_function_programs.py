@@ -3,11 +3,21 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 import funcgrad as fg
 from conftest import PROGRAMS
 from programs import Program, Step, programs
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quickly():
+    """Compile without most optimizations: what is asserted here does not depend on them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def as_function(fun):

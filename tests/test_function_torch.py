@@ -12,6 +12,16 @@ from conftest import PROGRAMS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _quickly():
+    """Compile without most optimizations: what is asserted here does not depend on them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 UNARY = ("sin", "cos", "tanh", "exp")
 
 
@@ -156,6 +166,6 @@ def check(seed):
 
 @pytest.mark.parametrize("block", range(5))
 def test_random_classes_equal_torch_to_the_second_order_and_under_vmap(block, x64):
-    each = max(20, PROGRAMS // 5)
+    each = max(5, PROGRAMS // 5)
     for seed in range(each * block, each * (block + 1)):
         check(seed)

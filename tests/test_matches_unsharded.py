@@ -14,6 +14,15 @@ import funcgrad as fg
 from funcgrad import collectives as co
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quickly():
+    """Compile without most optimizations: what is asserted here does not depend on them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @functools.cache
 def make_mesh(shape=(4,), names=("data",), kind=AxisType.Auto):
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))

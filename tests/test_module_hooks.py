@@ -13,6 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _quickly():
+    """Compile without most optimizations: what is asserted here does not depend on them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 X = np.array([[0.3, -0.7], [1.0, 2.0]])
 
 
@@ -251,7 +261,7 @@ def test_modules_inside_lifted_linen_modules_are_hooked_and_nothing_is_cached(li
             return LIFTS[lift](name="block")(x, *([None] if "scan" in lift else []))[0]
 
     net, x = Net(), jnp.linspace(-1, 1, 6).reshape(2, 3)
-    params = net.init(jax.random.key(0), x)
+    params = jax.jit(net.init)(jax.random.key(0), x)
     seen = Calls()
     loss = lambda apply: lambda params: apply(params, x).sum()
     plain = jax.jit(jax.grad(loss(net.apply)))(params)
@@ -567,7 +577,7 @@ def test_outputs_in_scans_are_stacked_and_samples_in_vmap_come_first():
             return nn.Dense(4, dot_general=lambda x, k, *_, **__: last(k, x), use_bias=False)(x)
 
     rows = nn.vmap(Rows, variable_axes={"params": None}, split_rngs={"params": False})()
-    params = rows.init(jax.random.key(0), x)
+    params = jax.jit(rows.init)(jax.random.key(0), x)
     named = fg.capture(fg.name_outputs(rows.apply, "Dense_0"))(params, x)
     assert named.values["Dense_0"].shape == (2, 4)
     np.testing.assert_allclose(named.values["Dense_0"], named.value, rtol=1e-6)
