@@ -13,6 +13,8 @@ from typing import Literal
 Value = float | int | str | None
 MARGIN = 1.05
 """Differences below this factor are the machine's, not a contender's."""
+LITTLE = {"MiB": 1.0}
+"""By unit, what is too little for its factor to matter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +132,8 @@ def losses(tables: Sequence[Table]) -> list[Loss]:
                 (mine, ours), (least, theirs) = best[True], best[False]
                 a, b = (mine, least) if sign > 0 else (-least, -mine)
                 # What the shown digits do not show is no difference.
-                if a > b * MARGIN and column.text(a) != column.text(b):
+                is_little = abs(mine) < LITTLE.get(column.unit, 0)
+                if a > b * MARGIN and column.text(a) != column.text(b) and not is_little:
                     factor = a / b if b else float("inf")
                     found.append(Loss(table, group, column, ours, theirs, factor))
     return found
