@@ -195,7 +195,7 @@ def per_sample_projections():
         return sum(jnp.sum(a * b) for a, b in pairs)
 
     def ours(p, x):
-        return jnp.sin(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"]).sum()
+        return jnp.sin(jnp.tanh(x @ p["w"] + p["b"][None]) @ p["v"]).sum()
 
     units = jax.vmap(like_params)(jnp.eye(flat.size))
     matrix = fg.per_sample(given)(arrays, units).project(key, dim)
