@@ -54,6 +54,18 @@ def x64():
         yield
 
 
+def _quickly():
+    """Compile without most optimizations: where assertions do not depend on them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+quick_compiler = pytest.fixture(_quickly, scope="module", name="quick_compiler")
+fast_compiler = pytest.fixture(_quickly, name="fast_compiler")  # for one test
+
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars "

@@ -15,14 +15,7 @@ from jax.sharding import PartitionSpec as P
 import funcgrad as fg
 from funcgrad._jaxpr import walk
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    """Compile without most optimizations: what is asserted here does not depend on them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 X, Y, W = np.arange(6.0).reshape(3, 2), np.zeros(3), np.array([1.0, 2.0])

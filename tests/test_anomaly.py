@@ -17,12 +17,7 @@ from funcgrad._anomaly._report import summarise
 X = jnp.array([[0.5, 1.0, 2.0], [1.5, 0.0, 0.5]])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 def report_of(fun, *args, **kwargs):

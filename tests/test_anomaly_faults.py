@@ -55,12 +55,7 @@ def fault(path: str = "", text: str = "", **says: Any) -> Any:
     return add
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 def report_of(fun, *args):

@@ -34,15 +34,6 @@ def console():
     return Console(record=True, width=80, force_terminal=False, file=io.StringIO())
 
 
-@pytest.fixture
-def fast_compiler():
-    """Compile sooner to slower code, where nothing but the compiler takes time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 # measure: functions in one process
 
 

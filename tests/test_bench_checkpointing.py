@@ -16,16 +16,8 @@ from funcgrad.bench._checkpointing_models import (
 )
 
 
-@pytest.fixture
-def _fast_compiler():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 # One race has them all, and fails when one is wrong; here are the fewest that say it can.
-@pytest.mark.usefixtures("_fast_compiler")
+@pytest.mark.usefixtures("fast_compiler")
 def test_steps_agree_with_float64(tmp_path):
     make = functools.partial(_checkpointing_race.Step, "scanned", True)
     session, errors = worker.Session(make), {}
@@ -37,7 +29,7 @@ def test_steps_agree_with_float64(tmp_path):
     assert errors and max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.usefixtures("_fast_compiler")
+@pytest.mark.usefixtures("fast_compiler")
 def test_layers_in_a_loop_and_in_a_scan_are_one_model():
     args = draw_params(QUICK), draw_input(QUICK)
     a, b = (jax.jit(loss)(*args) for loss in (unrolled(QUICK), scanned(QUICK)))

@@ -11,15 +11,7 @@ from funcgrad.bench import _worker as worker
 CHECKED = ("fg.detect_anomaly", "jax.debug_nans", "checkify, nan_checks")
 
 
-@pytest.fixture
-def _fast_compiler():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.mark.usefixtures("_fast_compiler")
+@pytest.mark.usefixtures("fast_compiler")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.parametrize("model", _debugging.NAMES)
 def test_contenders_agree_with_float64(model, tmp_path):
@@ -33,7 +25,7 @@ def test_contenders_agree_with_float64(model, tmp_path):
     assert len(found) >= 4 and max(f["error"] for f in found.values()) < 1e-5, found
 
 
-@pytest.mark.usefixtures("_fast_compiler")
+@pytest.mark.usefixtures("fast_compiler")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.parametrize("name", [n for n, w in _debugging.STEPS.items() if w.kind == "checked"])
 def test_what_is_timed_finds_an_anomaly(name):

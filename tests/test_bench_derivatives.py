@@ -1,21 +1,12 @@
 """The contenders of the task ``derivatives`` beside its float64 numbers."""
 
-import jax
 import pytest
 
 from funcgrad.bench import _derivatives, _report
 from funcgrad.bench import _worker as worker
 
 
-@pytest.fixture
-def _fast_compiler():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.mark.usefixtures("_fast_compiler")
+@pytest.mark.usefixtures("fast_compiler")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the first dual number
 @pytest.mark.parametrize("name", _derivatives.NAMES)
 def test_derivatives_agree_with_float64(name, tmp_path):

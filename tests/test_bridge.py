@@ -17,14 +17,7 @@ from hypothesis import strategies as st
 from funcgrad.parity._bridge import grads_to_jax, grads_to_torch, to_jax, to_torch
 from funcgrad.parity._flax_tree import flax_grads, flax_params
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    """Compile without most optimizations: what is asserted here does not depend on them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 NARROW = ["bool", "uint8", "int16", "int32", "float16", "bfloat16", "float32", "complex64"]

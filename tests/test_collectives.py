@@ -15,14 +15,7 @@ from jax.sharding import PartitionSpec as P
 from conftest import DEEP
 from funcgrad import collectives as co
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    """Compile without most optimizations: what is asserted here does not depend on them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 N = 4

@@ -43,13 +43,7 @@ def small_network(monkeypatch):
     monkeypatch.setattr(_digits, "new_params", lambda seed: {"w": WEIGHTS})
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    """Compile without most optimizations: what is asserted here does not depend on them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 def test_quick_demo_writes_pictures_and_figures(console, tmp_path, small_network, monkeypatch):

@@ -16,14 +16,7 @@ from jax.sharding import PartitionSpec as P
 import funcgrad as fg
 from funcgrad import _jaxpr
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    """Compile without most optimizations: what is asserted here does not depend on them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 TOKENS = jnp.array([[0, 1, 2, 1], [3, 3, 0, 4]])

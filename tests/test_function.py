@@ -20,14 +20,7 @@ from funcgrad._compat import primitives
 from funcgrad._function import _trace
 from funcgrad._jaxpr import FUNCTION
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    """Compile without most optimizations: what is asserted here does not depend on them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 class Lying(fg.Function):

@@ -13,13 +13,7 @@ from conftest import PROGRAMS
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    """Compile without most optimizations: what is asserted here does not depend on them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 UNARY = ("sin", "cos", "tanh", "exp")

@@ -32,13 +32,7 @@ def verdict(fun, inputs, **options):
 X = jnp.array([0.5, -1.5, 2.0])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _fast_compiler():
-    # Each check compiles programs of its own, and runs them a few times.
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 # Beside torch

@@ -20,14 +20,7 @@ from dp_accounting import NeighboringRelation as Relation
 import funcgrad as fg
 from test_per_sample import assert_equal, draw, quick_jit
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    """Compile without most optimizations: what is asserted here does not depend on them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 class Aux(NamedTuple):

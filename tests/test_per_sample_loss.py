@@ -20,14 +20,7 @@ from conftest import PROGRAMS
 from funcgrad._per_sample._sample_axis import SampleMixingError, per_sample_loss
 from programs import ROWS, WIDTH, programs
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    """Compile without most optimizations: what is asserted here does not depend on them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 B = 8

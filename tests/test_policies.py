@@ -29,13 +29,7 @@ needs_remat3 = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    """Compile without most optimizations: the numbers are compared, and nothing is counted."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 quickly = functools.partial(jax.jit, compiler_options=unoptimised())

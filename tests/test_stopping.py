@@ -20,14 +20,7 @@ from funcgrad import _jaxpr
 from funcgrad._compat import remat3_enabled
 from programs import Program, odd_tanh, programs
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quickly():
-    """Compile without most optimizations: what is asserted here does not depend on them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 W = jnp.arange(16.0).reshape(4, 4) / 20 - 0.3

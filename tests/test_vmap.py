@@ -15,13 +15,7 @@ KEY = jax.random.key(7)
 XS = jnp.arange(30.0).reshape(10, 3)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _fast_compiler():
-    # Random numbers take long to compile well.
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 def leaves_equal(a, b):
