@@ -15,6 +15,7 @@ from funcgrad._jaxpr._bodies import bodies as bodies
 from funcgrad._jaxpr._bodies import has_own_backward as has_own_backward
 from funcgrad._jaxpr._bodies import loop_sizes as loop_sizes
 from funcgrad._jaxpr._flow import follow as follow
+from funcgrad._jaxpr._products import fold_transposes as fold_transposes
 from funcgrad._jaxpr._rewrite import bind as bind
 from funcgrad._jaxpr._rewrite import evaluate as evaluate
 from funcgrad._jaxpr._rewrite import rewrite as rewrite

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from funcgrad import _jaxpr
 from funcgrad._transforms._basis import Basis
 from funcgrad._transforms._chunks import check_chunk_size, fill
 from funcgrad._transforms._communication import refuse_mixing
@@ -153,6 +154,7 @@ def _diagonal(
         return [jnp.zeros_like(leaf) for leaf in point.leaves]
     grad = jax.grad(scalar(point.call, fun), holomorphic=holomorphic)
     refuse_mixing(point.call, grad, point.leaves, point.leaves, "forward")
+    grad = _jaxpr.fold_transposes(grad)
     product = lambda seeds: jax.jvp(grad, (point.leaves,), (seeds,))[1]
 
     def entries(start: Any, size: int) -> list[Any]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from funcgrad import _jaxpr
 from funcgrad._compat import make_varying, varying_axes
 from funcgrad._transforms._chunks import check_chunk_size, cut
 from funcgrad._transforms._point import Point, scalar, wide
@@ -81,7 +82,7 @@ def hutchinson(
                     f"hutchinson: arguments are real; got {jnp.result_type(leaf)} in {name}. "
                     "Take real and imaginary parts as arguments."
                 )
-        grad = jax.grad(scalar("hutchinson", point.bind(fun, kwargs)))
+        grad = _jaxpr.fold_transposes(jax.grad(scalar("hutchinson", point.bind(fun, kwargs))))
 
         def sample(i: Any) -> list[Any]:
             signs = _signs(jax.random.fold_in(key, i), point.leaves)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from funcgrad import _jaxpr
 from funcgrad._transforms._point import Point, scalar
 
 
@@ -19,9 +20,11 @@ def hvp(
     """Multiply the Hessian of ``fun`` at ``primals`` by ``direction``.
 
     Forward over reverse: the derivative of ``jax.grad(fun)`` along the direction, which costs
-    about two gradients and never forms the Hessian.  For many directions at one point keep the
-    gradient's linear map, ``product = jax.linearize(jax.grad(fun), *primals)[1]``, which does
-    not compute the gradient again.  PyTorch: ``torch.autograd.functional.hvp(fun, inputs, v)``.
+    about two gradients and never forms the Hessian; under ``jit`` the products of the gradient
+    are first written so that their derivatives need no transposes.  For many directions at one
+    point keep the gradient's linear map, ``product = jax.linearize(jax.grad(fun), *primals)[1]``,
+    which does not compute the gradient again.
+    PyTorch: ``torch.autograd.functional.hvp(fun, inputs, v)``.
 
     Args:
       fun: Function that returns one number.
@@ -51,6 +54,7 @@ def hvp(
     point = Point.of("hvp", arguments(primals), argnums)
     vector = point.directions(direction, "direction")
     grad = jax.grad(scalar("hvp", point.bind(fun)), holomorphic=holomorphic)
+    grad = _jaxpr.fold_transposes(grad)
     return point.like(jax.jvp(grad, (point.leaves,), (vector,))[1])
 
 
