@@ -15,7 +15,7 @@ from funcgrad._remat._stages import Stages
 # of one computation come to the same choice.
 _WORK = 100_000
 # Of the cost of the relaxed choice: what a change may cost to be tried in the first search.
-_NEAR = 0.03
+_NEAR = 0.01
 # The part of a bound by which the solver may miss it, with room to spare.
 TOLERANCE = 1e-5
 # Of the cost of all steps: below it the solver sees no difference.
@@ -108,7 +108,7 @@ class Problem:
     def near(self, budget: int, gap: float) -> tuple[Closure | None, float]:
         """The least cost among the choices near the relaxed one; a bound on the cost of any.
 
-        A variable stays where it is whose change alone costs a few hundredths of the whole.
+        A variable stays where it is whose change alone costs a hundredth of the whole.
         """
         room = self._room(budget)
         relaxed = scipy.optimize.linprog(

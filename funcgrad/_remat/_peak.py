@@ -27,6 +27,8 @@ _USED = 0.9
 _TIMES = 1.15
 # A policy is not compiled if its temporaries are expected to be so many times the budget.
 _HOPELESS = 1.15
+# Of the temporaries without a plan: where none has fewer than so many, no plan helps.
+_HELPS = 0.95
 
 
 def choose_peak(planner: Planner, budget: int | float) -> Choice:
@@ -50,22 +52,24 @@ def choose_peak(planner: Planner, budget: int | float) -> Choice:
     while (solution := search.likely(hand, _HOPELESS)) is not None:
         search.measure(solution)
     if search.best is None:
-        # A budget as low as the least of the policies finds it again.
-        for solution in sorted(hand, key=lambda solution: search.predicted(solution.closure))[:2]:
+        # Before a budget is refused: a prediction would not do to say what is the least.
+        for solution in hand:
             search.measure(solution)
     if (best := search.best) is not None:
         temporaries = search.temporaries[best.closure.kept]
         count = len(search.temporaries)
         return Choice(best.closure, best.method, best.gap, "", temporaries, plain_bytes, count)
-    kept = {solution.closure.kept for solution in hand}
-    least = min(n for closure, n in search.temporaries.items() if closure in kept)
-    if least < plain_bytes:
-        raise Infeasible(least)
-    note = (
-        f"no plan lowers the temporaries of this gradient: {plain_bytes} bytes as it is, "
-        f"{least} at the least otherwise. It is left as it is."
-    )
     count = len(search.temporaries)
+    least = min(search.temporaries.values())
+    if least < _HELPS * plain_bytes:
+        # Of the policies, which the budget that is named finds again.
+        kept = {solution.closure.kept for solution in hand}
+        found = [n for closure, n in search.temporaries.items() if closure in kept]
+        raise Infeasible(min([*found, plain_bytes]))
+    note = (
+        f"no plan lowers the temporaries of this gradient by {1 - _HELPS:.0%}: {plain_bytes} "
+        f"bytes as it is, {least} at the least of {count} ways. It is left as it is."
+    )
     return Choice(plain, "as it is", 0.0, note, plain_bytes, plain_bytes, count)
 
 

@@ -241,8 +241,8 @@ def plan(
       budget_kind: ``"residuals"`` counts what is kept from forward to backward; ``"peak"`` the
         temporaries of the compiled gradient: of plans and the usual policies, those expected
         near the budget are compiled, and the one that does the least work again within it is
-        taken.  The function is left alone, and ``note`` says so, where none has fewer
-        temporaries than it has.
+        taken.  The function is left alone, and ``note`` says so, where none lowers them by a
+        twentieth.  Before a budget is refused, all policies are compiled.
       argnums: The positional arguments with a gradient; all that are floating, if ``None``.
 
     Returns:

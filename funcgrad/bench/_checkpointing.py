@@ -47,6 +47,10 @@ def measure(name: str, options: Options, progress: Progress) -> dict[str, Any]:
     start = time.perf_counter()
     first = fg.plan(loss, [0.2], argnums=0)(params, x)
     seconds = time.perf_counter() - start
+    # Second, so that what JAX does but once is the plan's.
+    start = time.perf_counter()
+    jax.make_jaxpr(jax.grad(loss))(params, x)
+    trace_seconds = time.perf_counter() - start
     hand = first.by_hand
     at_equal = fg.plan(loss, [nbytes for nbytes, _ in hand.values()], argnums=0)(params, x)
     policies = {
@@ -75,6 +79,7 @@ def measure(name: str, options: Options, progress: Progress) -> dict[str, Any]:
     return {
         "size": dataclasses.asdict(size),
         "plan_seconds": seconds,
+        "trace_seconds": trace_seconds,
         "plain_kept": first.plain_nbytes,
         "plain_temporaries": plain,
         "policies": policies,
@@ -153,7 +158,10 @@ def _title(name: str, model: Mapping[str, Any]) -> str:
     text = f"{name}: {model['plain_kept'] / _MIB:.0f} MiB kept without a budget, "
     if temporaries is not None:
         text += f"{temporaries / _MIB:.0f} MiB of temporaries, "
-    return text + f"planned in {model['plan_seconds']:.1f} s"
+    text += f"planned in {model['plan_seconds']:.1f} s"
+    if "trace_seconds" in model:
+        text += f" (tracing the plain gradient takes {model['trace_seconds']:.1f} s)"
+    return text
 
 
 def _rows(model: Mapping[str, Any]) -> list[Row]:

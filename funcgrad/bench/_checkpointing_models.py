@@ -22,7 +22,17 @@ class Size:
     batch: int = 8
 
 
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """A convolutional net, each layer of stride 2, and its input."""
+
+    channels: tuple[int, ...] = (3, 32, 64)
+    side: int = 64
+    batch: int = 64
+
+
 QUICK = Size(2, 16, 2, 8, 2)
+QUICK_IMAGES = Images((3, 8, 16), 16, 4)
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 """What is put around a block, such as ``jax.checkpoint``."""
 
@@ -101,6 +111,25 @@ def _modules(size: Size) -> tuple[Callable[..., Any], Any]:
     model: Any = nn.Sequential([Block() for _ in range(size.layers)])
     params = model.init(jax.random.key(0), jnp.zeros((1, size.time, size.width)))
     return lambda params, x: jnp.square(model.apply(params, x)).mean(), params
+
+
+def convolutional(size: Images) -> tuple[Callable[..., Any], Any, np.ndarray]:
+    """The loss of kernels and images, the kernels, and the images."""
+    draw, layout = np.random.default_rng(0).standard_normal, ("NHWC", "HWIO", "NHWC")
+    kernels = [
+        draw((3, 3, m, n), np.float32) * (9 * m) ** -0.5
+        for m, n in zip(size.channels, size.channels[1:], strict=False)
+    ]
+    images = draw((size.batch, size.side, size.side, size.channels[0]), np.float32)
+
+    def loss(kernels: Any, x: Any) -> Any:
+        for kernel in kernels:
+            x = jax.nn.relu(
+                lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=layout)
+            )
+        return jnp.square(x.mean((1, 2))).mean()
+
+    return loss, kernels, images
 
 
 MODELS: Mapping[str, Callable[[Size], tuple[Callable[..., Any], Any]]] = {

@@ -8,29 +8,40 @@ from typing import Any
 import jax
 
 from funcgrad._remat._graph import Closure
-from funcgrad._remat._peak import choose_peak, plain_temp_bytes, policies, temp_bytes
+from funcgrad._remat._peak import choose_peak, plain_temp_bytes, temp_bytes
 from funcgrad._remat._planner import Flat, Planner
+from funcgrad._remat._portfolio import by_hand
 from funcgrad._remat._solve import Infeasible
-from funcgrad.bench._checkpointing_models import MODELS, QUICK, Size, draw_input
+from funcgrad._remat._stages import crossing
+from funcgrad.bench._checkpointing_models import (
+    MODELS,
+    QUICK,
+    QUICK_IMAGES,
+    Images,
+    Size,
+    convolutional,
+    draw_input,
+)
 from funcgrad.bench._options import Options, Progress
 from funcgrad.bench._tables import Column, Row, Table
 
 BUDGETS = (0.5, 0.3)
 # Those of JAX, around each block.
 _POLICIES = ("nothing", "dots without batch dimensions", "dots")
-NAMES = tuple(f"peak-{name}" for name in MODELS)
+_CNN = "peak-cnn"
+NAMES = (*(f"peak-{name}" for name in MODELS), _CNN)
 NOTES = (
     "Peak: budgets for the temporaries of the compiled gradient, as fractions of those without a "
-    "plan. Policies stand around each block. Compiled: the gradients compiled to find the plan.",
+    "plan. Policies stand around each block; a loop's body is one. Compiled: the gradients "
+    "compiled to find the plan.",
 )
 _MIB, _GIGA = 2**20, 1e9
 
 
 def measure(name: str, options: Options, progress: Progress) -> dict[str, Any]:
     """Plan one model within budgets, beside the policies of JAX."""
-    size = QUICK if options.quick else Size()
-    loss, params = MODELS[name.removeprefix("peak-")](size)
-    flat, values = Flat.of(loss, (params, draw_input(size)), {}, "bench")
+    size, loss, params, x = _model(name, options.quick)
+    flat, values = Flat.of(loss, (params, x), {}, "bench")
     marked = len(jax.tree.leaves(params))
     marks = [flat.n_closed <= i < flat.n_closed + marked for i in range(len(values))]
     planner = Planner(flat, values, marks)
@@ -51,13 +62,21 @@ def measure(name: str, options: Options, progress: Progress) -> dict[str, Any]:
             "seconds": time.perf_counter() - start,
             "compiled": choice.compiled,
         }
-    for solution in policies(planner):
-        where, _, policy = solution.method.partition(": ")
-        if where.endswith("blocks") and policy in _POLICIES:
-            progress(policy, len(BUDGETS) / (len(BUDGETS) + 1))
-            temporaries = temp_bytes(planner, solution.closure)
-            rows[policy] = _work(planner, solution.closure, temporaries)
+    blocks = by_hand(planner.graph, crossing(planner.graph))
+    for policy in _POLICIES:
+        progress(policy, len(BUDGETS) / (len(BUDGETS) + 1))
+        if policy in blocks:
+            rows[policy] = _work(planner, blocks[policy], temp_bytes(planner, blocks[policy]))
     return {"size": dataclasses.asdict(size), "rows": rows}
+
+
+def _model(name: str, quick: bool) -> tuple[Any, Any, Any, Any]:
+    """Size, loss, parameters and input."""
+    if name == _CNN:
+        images = QUICK_IMAGES if quick else Images()
+        return images, *convolutional(images)
+    size = QUICK if quick else Size()
+    return size, *MODELS[name.removeprefix("peak-")](size), draw_input(size)
 
 
 def _work(planner: Planner, closure: Closure, temporaries: int | None) -> dict[str, Any]:
@@ -81,8 +100,9 @@ def table(name: str, model: Mapping[str, Any]) -> Table:
     sizes = ", ".join(f"{k} {v}" for k, v in model["size"].items()) + "."
     rows = model["rows"]
     notes = (sizes, *(f"{label}: {row['note']}" for label, row in rows.items() if row.get("note")))
+    title = "a convolutional net" if name == _CNN else f"layers {name.removeprefix('peak-')}"
     return Table(
-        f"Temporaries, layers {name.removeprefix('peak-')}",
+        f"Temporaries, {title}",
         "policy or budget",
         columns,
         tuple(_row(label, row, rows) for label, row in rows.items()),
