@@ -15,6 +15,7 @@ import subprocess
 
 # Read when the first backend starts, and by the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of machine code, not of programs
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -99,11 +100,24 @@ def _doctest_names(doctest_namespace):
     doctest_namespace.update(fg=funcgrad, jax=jax, jnp=jax.numpy)
 
 
+def _memory_maps():
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:  # not Linux
+        return MOST_MAPS
+
+
+# Each compiled program takes some for its code. A process may hold 65530; so many go with about
+# two gigabytes of memory.
+MOST_MAPS = 5_000
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_code_is_let_go():
-    # Each compiled program keeps memory maps of its code, and a process may only hold so many.
     yield
-    jax.clear_caches()
+    if _memory_maps() >= MOST_MAPS:
+        jax.clear_caches()
 
 
 def pytest_configure(config):

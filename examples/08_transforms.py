@@ -101,7 +101,7 @@ if importlib.util.find_spec("torch"):
         logits = ((torch.tensor(x).double() @ a).tanh() @ b).tanh() @ c
         return torch.nn.functional.cross_entropy(logits, torch.tensor(y).long())
 
-    theirs = torch.autograd.functional.hessian(torch_loss, torch.tensor(flat)).numpy()
+    theirs = torch.autograd.functional.hessian(torch_loss, torch.tensor(flat), vectorize=True)
 
 # %% The picture.
 from matplotlib.figure import Figure

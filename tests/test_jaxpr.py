@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -38,6 +38,16 @@ def assert_same_bits(got, expected):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def assert_same_program(fun, other, *args):
+    """Both give the same bits: they are one program for the compiler, or both are run."""
+    same_name = [lambda *args, f=f: f(*args) for f in (fun, other)]
+    one, two = (jax.jit(f).lower(*args) for f in same_name)
+    if one.as_text() == two.as_text():
+        assert jax.tree.structure(one.out_info) == jax.tree.structure(two.out_info)
+    else:
+        assert_same_bits(jax.jit(fun)(*args), jax.jit(other)(*args))
+
+
 def kinds(jaxpr):
     return {visit.eqn.primitive.name for visit in _jaxpr.walk(jaxpr)}
 
@@ -60,26 +70,23 @@ def nested(x):
 def test_running_a_program_again_gives_the_same_bits(program: Program):
     args = (program.params(), *program.inputs())
     again = _jaxpr.rewrite(program.loss, enter_everything)
-    plain = jax.jit(jax.value_and_grad(program.loss))(*args)
-    rerun = jax.jit(jax.value_and_grad(again))(*args)
-    assert_same_bits(rerun, plain)
+    assert_same_program(jax.value_and_grad(again), jax.value_and_grad(program.loss), *args)
 
 
 @settings(max_examples=max(5, PROGRAMS // 10))
 @given(programs())
 def test_running_again_commutes_with_vmap_and_forward_mode(program: Program):
+    assume("odd_tanh" not in str(program.steps))  # which has no forward mode
     params = program.params()
     batch = program.inputs(batch=2)
     again = _jaxpr.rewrite(program.loss, enter_everything)
 
-    def both(loss):
+    def both(loss, batch):
         rows = jax.vmap(lambda x, t: loss(params, x, t))
         primals, tangents = (batch[0],), (jnp.cos(batch[0]),)
-        # `fori` has a forward mode of its own; the whole goes through jit so that the
-        # compiler sees the same program.
-        return jax.jit(lambda: jax.jvp(lambda x: rows(x, batch[1]), primals, tangents))()
+        return jax.jvp(lambda x: rows(x, batch[1]), primals, tangents)
 
-    assert_same_bits(both(again), both(program.loss))
+    assert_same_program(lambda batch: both(again, batch), lambda b: both(program.loss, b), batch)
 
 
 def test_running_nested_bodies_again_gives_the_same_bits():

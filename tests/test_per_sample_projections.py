@@ -53,6 +53,26 @@ def both_ways(monkeypatch):
     return run
 
 
+def hashed_axes(key, leaf, dim):
+    """Offsets and signs by a few multiplications of the positions with the leaf's key."""
+    one, two = jax.random.key_data(key)
+    sizes = [*leaf.shape, 2] if jnp.iscomplexobj(leaf) else list(leaf.shape) or [1]
+    found = []
+    for axis, size in enumerate(sizes):
+        bits = (jnp.arange(size, dtype=jnp.uint32) + 101 * axis + 1) * (one | 1)
+        bits = (bits ^ (bits >> 15)) * (two | 1)
+        bits ^= bits >> 13
+        offsets, signs = (bits >> 1) % jnp.uint32(dim), bits & 1
+        found.append((offsets.astype(jnp.int32), 2 * signs.astype(jnp.int32) - 1))
+    return found
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The same sketch without random draws, whose compilation costs ten times all the rest."""
+    monkeypatch.setattr(_projections, "_leaf_axes", hashed_axes)
+
+
 def convolved(x, k, strides=(2, 1), **options):
     numbers = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(
@@ -147,7 +167,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_projection_is_one_matrix_times_the_gradient_and_products_are_theirs(
-    x64, case, both_ways, monkeypatch
+    x64, case, both_ways, hashed, monkeypatch
 ):
     loss, params, batch = CASES[case]()
     if case not in ("layers and a bias", "numbers"):
@@ -200,7 +220,7 @@ def test_products_with_gradients_of_another_loss_or_length(x64, road, other):
 
 @settings(max_examples=PROGRAMS if DEEP else PROGRAMS // 12)
 @given(program=programs())
-def test_generated_programs_project_as_their_gradients_do(program: Program):
+def test_generated_programs_project_as_their_gradients_do(hashed, program: Program):
     with jax.enable_x64(True):
         params, batch = program.params(np.float64), program.inputs(np.float64, batch=3)
 
@@ -218,28 +238,32 @@ def test_generated_programs_project_as_their_gradients_do(program: Program):
 def test_the_matrix_does_not_depend_on_road_batch_chunks_or_what_is_frozen(x64, monkeypatch):
     params, x = two_layer_inputs(n=5)
 
-    def run(x, **options):
-        ours = lambda p, x: fg.per_sample(two_layers, **options)(p, x).project(KEY, 20)
-        return quick_jit(ours)(params, x)
+    def run(params, x):
+        def ours(x, **options):
+            return fg.per_sample(two_layers, **options)(params, x).project(KEY, 20)
 
-    sketch = quick_jit(lambda p: matrix(p, dim=20))(params)
-    expected = flatten(loop(two_layers, params, x)) @ sketch
-    for road in ("auto", "direct", "materialize"):
-        np.testing.assert_allclose(run(x, road=road), expected, rtol=1e-10)
-    np.testing.assert_allclose(run(x[3:]), expected[3:], rtol=1e-10)
+        whole = [ours(x, road=road) for road in ("auto", "direct", "materialize")]
+        cut, frozen = ours(x[3:]), ours(x, frozen=["b"])
+        monkeypatch.setattr(_projections, "_CHUNK_BYTES", 5000)
+        return [*whole, ours(x, road="gram")], cut, frozen, matrix(params, dim=20)
+
+    # One program, in which XLA draws the matrix once.
+    whole, cut, frozen, sketch = quick_jit(run)(params, x)
     rows = loop(two_layers, params, x)
+    expected = flatten(rows) @ sketch
+    for got in whole:
+        np.testing.assert_allclose(got, expected, rtol=1e-10)
+    np.testing.assert_allclose(cut, expected[3:], rtol=1e-10)
     rows["b"] = np.zeros_like(rows["b"])
-    np.testing.assert_allclose(run(x, frozen=["b"]), flatten(rows) @ sketch, rtol=1e-10)
-    monkeypatch.setattr(_projections, "_CHUNK_BYTES", 5000)
-    np.testing.assert_allclose(run(x, road="gram"), expected, rtol=1e-10)
+    np.testing.assert_allclose(frozen, flatten(rows) @ sketch, rtol=1e-10)
 
 
 def test_another_key_is_another_matrix_and_old_keys_do(x64):
     params, x = two_layer_inputs()
-    samples = fg.per_sample(two_layers)(params, x)
-    one, two = (samples.project(jax.random.key(i), 20) for i in (0, 1))
+    run = quick_jit(lambda key: fg.per_sample(two_layers)(params, x).project(key, 20))
+    one, two = (run(jax.random.key(i)) for i in (0, 1))
     assert np.max(np.abs(one - two)) > 0.1
-    np.testing.assert_array_equal(samples.project(jax.random.PRNGKey(0), 20), one)
+    np.testing.assert_array_equal(run(jax.random.PRNGKey(0)), one)
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["rank one", "full rank"])
@@ -273,33 +297,35 @@ def test_a_gradient_of_many_terms_has_the_variance_of_normal_directions(x64):
     assert np.isclose(squares.var(), 2 / 32, rtol=0.25)
 
 
-@pytest.mark.parametrize("dim", [1, 7, 1000])
-def test_any_number_of_dimensions(x64, dim, both_ways):
+def test_any_number_of_dimensions(x64, both_ways, hashed):
     params, x = two_layer_inputs()
+    dims = (1, 7, 1000)
 
     def run(params, x):
         samples = fg.per_sample(two_layers, road="gram")(params, x)
-        return list(both_ways(lambda: samples.project(KEY, dim))), matrix(params, dim=dim)
+        project = lambda: [samples.project(KEY, dim) for dim in dims]
+        return list(both_ways(project)), [matrix(params, dim=dim) for dim in dims]
 
-    projected, sketch = quick_jit(run)(params, x)
-    expected = flatten(loop(two_layers, params, x)) @ sketch
-    for got in projected:
-        assert got.shape == (3, dim)
-        np.testing.assert_allclose(got, expected, atol=1e-10)
+    projected, sketches = quick_jit(run)(params, x)
+    rows = flatten(loop(two_layers, params, x))
+    for results in projected:
+        for dim, got, sketch in zip(dims, results, sketches, strict=True):
+            assert got.shape == (3, dim)
+            np.testing.assert_allclose(got, rows @ sketch, atol=1e-10)
 
 
 def test_no_dimensions_are_refused():
-    samples = fg.per_sample(two_layers)(*two_layer_inputs(dtype=jnp.float32))
+    run = lambda p, x: fg.per_sample(two_layers)(p, x).project(KEY, 0)
     with pytest.raises(ValueError, match="project: dim is a positive number; got 0"):
-        samples.project(KEY, 0)
+        jax.eval_shape(run, *two_layer_inputs(dtype=jnp.float32))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_low_precision_is_projected_in_float32(dtype, both_ways):
+def test_low_precision_is_projected_in_float32(dtype, both_ways, hashed):
     params, x = two_layer_inputs(dtype=dtype)
-    samples = fg.per_sample(two_layers, road="gram")(params, x)
-    rows = jax.tree.map(lambda g: g.astype(jnp.float32), samples.materialize())
-    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    samples = quick_jit(fg.per_sample(two_layers, road="gram"))(params, x)
+    to_float32 = lambda tree: jax.tree.map(lambda a: np.asarray(a, np.float32), tree)
+    rows, wide = to_float32(quick_jit(lambda s: s.materialize())(samples)), to_float32(params)
 
     def run(samples, rows):
         return list(both_ways(lambda: samples.project(KEY, 32))), of_rows(wide, rows)
@@ -362,8 +388,8 @@ def test_nbytes_is_what_the_samples_keep_of_the_pass(x64):
     params, x = two_layer_inputs(n=3)
     # For each term x and the cotangent of x @ w, then those of the second layer; and b's gradient.
     each = 2 * (4 + 5 + 5 + 3) + 5
-    for road, kept in (("gram", each), ("materialize", each)):
-        samples = fg.per_sample(two_layers, road=road)(params, x)
-        assert samples.nbytes == 3 * 8 * kept
-    assert jax.eval_shape(fg.per_sample(two_layers, road="gram"), params, x).nbytes == 3 * 8 * each
-    assert fg.per_sample(two_layers, road="gram")(params, x[:0]).nbytes == 0
+    for road in ("gram", "materialize"):
+        run = fg.per_sample(two_layers, road=road)
+        assert quick_jit(run)(params, x).nbytes == 3 * 8 * each
+        assert jax.eval_shape(run, params, x).nbytes == 3 * 8 * each
+    assert jax.eval_shape(run, params, x[:0]).nbytes == 0

@@ -15,7 +15,7 @@ from funcgrad import _jaxpr
 from funcgrad._compat import gathered, make_varying, varying_axes
 from funcgrad._per_sample._lookups import Rows, add_rows, weighted_rows
 from funcgrad._per_sample._per_sample import backward
-from funcgrad._per_sample._records import Records, Scheme
+from funcgrad._per_sample._records import Formed, Records, Scheme
 from funcgrad._per_sample._reference import Problem
 from funcgrad._per_sample._roads import has_lost_digits, norm_slots, single_terms
 from funcgrad._per_sample._sums import (
@@ -141,7 +141,8 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         mapped, mask = chunk
         samples = backward(problem, scheme, mapped)
         records = samples._records
-        squares, masses = records.fast_squares()
+        formed = records.formed()
+        squares, masses = records.fast_squares(formed)
         fast = (*_norms(squares, masses, records, bounds), jnp.ones_like(mask))
         trouble = ~jnp.isfinite(sum(squares, jnp.zeros((), records.dtype)))
         for square, mass in zip(squares, masses, strict=True):
@@ -149,7 +150,7 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         axes = varying_axes((fast, mask, trouble))
         norms, most, finite = lax.cond(
             jnp.any(trouble & mask),
-            lambda fast: make_varying(_norms_of_rows(records, bounds), axes),
+            lambda fast: make_varying(_norms_of_rows(records, bounds, formed), axes),
             lambda fast: fast,
             make_varying(gathered(fast), axes),
         )
@@ -163,7 +164,7 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
             for i in index if sums is not None else []:
                 grads[i] = weighted_rows(records, weights, i)
             index = [i for i in index if grads[i] is None]
-            for i, grad in zip(index, records.weighted(weights, index), strict=True):
+            for i, grad in zip(index, records.weighted(weights, index, formed), strict=True):
                 grads[i] = grad
         return _add(sums, grads), (norms, clipped, finite, samples.values, samples.aux)
 
@@ -246,21 +247,22 @@ def _norms(
     return norms, most
 
 
-def _norms_of_rows(records: Records, bounds: Bounds) -> Any:
+def _norms_of_rows(records: Records, bounds: Bounds, formed: Formed) -> Any:
     """The same from the gradients, scaled so that no square overflows; and if all is finite.
 
     Numbers are put together before they are looked at: this is compiled in every program, and
     hardly ever run.
     """
     roads, sites = records.scheme.roads, records.scheme.sites
-    formed = [i for i, road in enumerate(roads) if road.road not in ("product", "unused")]
+    used = [i for i, road in enumerate(roads) if road.road != "unused" and i not in formed]
+    again = [i for i in used if roads[i].road != "product"]
 
-    def one(sample: Any) -> Any:
-        rows = dict(zip(formed, records.row(sample, formed), strict=True)) if formed else {}
+    def one(sample: Any, rows: dict[int, Any]) -> Any:
+        rows = rows | dict(zip(again, records.row(sample, again) if again else [], strict=True))
         norms, finite = [], jnp.ones((), bool)
         for k in range(len(bounds.values)):
             whole = [rows[i] for i in bounds.index(k) if i in rows]
-            products = [roads[i] for i in bounds.index(k) if i not in rows]
+            products = [roads[i] for i in bounds.index(k) if i in used and i not in rows]
             terms = [term for road in products for term in single_terms(road, sites, sample[:2])]
             parts = [scaled_norm([one_vector(whole)])] if whole or not terms else []
             parts += [_norm_of_products(terms)] if terms else []
@@ -272,8 +274,8 @@ def _norms_of_rows(records: Records, bounds: Bounds) -> Any:
             finite &= functools.reduce(jnp.logical_and, [p[2] for p in parts]) & jnp.isfinite(top)
         return norms, finite
 
-    bytes_each = records.row_bytes(formed) + records.scheme.bytes_each
-    norms, finite = records.for_each(one, bytes_each)
+    bytes_each = records.row_bytes([*again, *formed]) + 2 * records.scheme.bytes_each
+    norms, finite = records.for_each(one, used, bytes_each, formed)
     return norms, norms, finite
 
 

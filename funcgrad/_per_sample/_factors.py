@@ -175,7 +175,7 @@ def formed_gradient(site: Site, operands: Any, cotangents: Any) -> Any:
     """
     assert site.eqn is not None
     f = _conv(site, operands[None], cotangents[None]).widened()
-    gradient = jnp.einsum("btk,btj->bkj", f.left[0], f.right[0], precision=_EXACT)
+    gradient = jnp.einsum("btk,btj->bkj", f.left[0], f.right[0], precision=EXACT)
     spec, groups = (
         site.eqn.params["dimension_numbers"].rhs_spec,
         site.eqn.params["feature_group_count"],
@@ -249,16 +249,16 @@ def _gather(site: Site, operands: Any, cotangents: Any) -> Factors | None:
     return Factors(ids, right, key, is_rows=True)
 
 
-_EXACT = lax.Precision.HIGHEST
+EXACT = lax.Precision.HIGHEST
 
 
 def _grams(f: Factors) -> tuple[Any, Any]:
     """The products between the terms of each sample: of ``left`` and of ``right``."""
-    right = jnp.einsum("...tj,...sj->...ts", f.right, f.right, precision=_EXACT)
+    right = jnp.einsum("...tj,...sj->...ts", f.right, f.right, precision=EXACT)
     if f.is_rows:
         same = (f.left[..., :, None] == f.left[..., None, :]) & (f.left[..., :, None] >= 0)
         return same.astype(right.dtype), right
-    return jnp.einsum("...ti,...si->...ts", f.left, f.left, precision=_EXACT), right
+    return jnp.einsum("...ti,...si->...ts", f.left, f.left, precision=EXACT), right
 
 
 def squared_norms(f: Factors, gram: bool) -> tuple[Any, Any]:
@@ -278,7 +278,7 @@ def squared_norms(f: Factors, gram: bool) -> tuple[Any, Any]:
         a, b = _grams(f)
         own = jnp.diagonal(a, axis1=-2, axis2=-1) * jnp.diagonal(b, axis1=-2, axis2=-1)
         return _totals(a * b), _totals(own)
-    grad = jnp.einsum("...ti,...tj->...ij", f.left, f.right, precision=_EXACT)
+    grad = jnp.einsum("...ti,...tj->...ij", f.left, f.right, precision=EXACT)
     value = _totals(jnp.square(grad))
     return value, jnp.zeros_like(value)
 
@@ -318,7 +318,7 @@ def rows_times_dense(rows: Factors, dense: Factors) -> Any:
     over_rows, over_columns = (dense.left, dense.right) if by_rows else (dense.right, dense.left)
     picked = jnp.take(over_rows[0], jnp.maximum(rows.left, 0), axis=1)  # (terms, looked up)
     picked = jnp.where(rows.left >= 0, picked, 0)
-    products = jnp.einsum("sj,tj->st", over_columns[0], rows.right, precision=_EXACT)
+    products = jnp.einsum("sj,tj->st", over_columns[0], rows.right, precision=EXACT)
     return jnp.sum(picked * products)
 
 

@@ -24,7 +24,7 @@ class Form:
     def __init__(self, site: Any) -> None:
         layout = site.layout and dataclasses.replace(site.layout, leaf=-1, window=())
         self.site = dataclasses.replace(
-            site, leaves=frozenset(), layout=layout, why="", line=None, shares=None
+            site, leaves=frozenset(), layout=layout, why="", line=None, shares=None, in_remat=False
         )
         self._key = (
             site.kind,

@@ -62,7 +62,8 @@ class Site:
     ``lengths`` are the trip counts of the loops around it and ``stacked`` says which of them
     scan over the weight; records carry those axes in front.  ``shares`` is an earlier site
     whose output has the same cotangent, as where two products are added.  ``formed`` is the
-    use whose factors make the gradient of a value on the way back, if any.
+    use whose factors make the gradient of a value on the way back, if any.  ``in_remat`` says
+    whether a ``jax.checkpoint`` is around it.
     """
 
     kind: Kind
@@ -77,6 +78,7 @@ class Site:
     line: Any
     shares: "Site | None" = None
     formed: "Site | None" = None
+    in_remat: bool = False
 
     @property
     def operand(self) -> Any:
@@ -254,6 +256,7 @@ class _Reader:
         site = Site(
             kind, eqn.invars[position], weight.leaves, weight.layout, self.lengths,
             weight.stacked, as_gather or eqn, position, "", line, self.first.get(total),
+            in_remat=any(outer.primitive is primitives.remat_p for outer in self.parents),
         )  # fmt: skip
         if self._is_formed(site):
             self.level.sites[index] = Site(

@@ -3,15 +3,16 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from funcgrad._compat import gathered, make_varying, primitives, varying_axes
+from funcgrad._compat import gathered, is_split, make_varying, primitives, varying_axes
 from funcgrad._per_sample import _linear
+from funcgrad._per_sample._factors import EXACT
 from funcgrad._per_sample._plan import Level, Site
 from funcgrad._per_sample._roads import (
     LeafRoad,
@@ -37,14 +38,14 @@ class Scheme:
 
     @property
     def bytes_each(self) -> int:
-        """About what one sample keeps: its records, and a scaled copy of the smaller factor."""
+        """About what one sample keeps: records, a copy of the smaller factor, kept gradients."""
         total = 0
         for site in self.sites:
             sizes = [
                 a.size * a.dtype.itemsize for a in (site.operand, site.output) if a is not None
             ]
             total += math.prod(site.lengths) * (sum(sizes) + min(sizes))
-        return total
+        return total + sum(road.kept for road in self.roads)
 
 
 def _spread(values: Any, x: Any, axis: int) -> Any:
@@ -74,6 +75,8 @@ def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any) -> dict[int, Any]:
 
     A loop, of one turn where there are any, does so in place: a conditional would copy.
     """
+    if not arrays:
+        return {}
     packed = [pack(x, axis) for x, axis in arrays.values()]
 
     def each(xs: list[Any], kept: Any) -> list[Any]:
@@ -95,6 +98,11 @@ def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any) -> dict[int, Any]:
     xs = blank([p.array for p in packed], kept)
     xs = [lax.expand_dims(x, p.units) for x, p in zip(xs, packed, strict=True)]
     return dict(zip(arrays, xs, strict=True))
+
+
+Formed = Mapping[int, Any]
+"""Gradients in memory, (batch, *shape), by the number of their leaf."""
+_NONE: Formed = {}
 
 
 @functools.partial(
@@ -136,14 +144,40 @@ class Records:
         )
         return operands, cotangents, jnp.arange(self.scheme.n_samples)
 
-    def weighted(self, weights: Any, index: Sequence[int] | None = None) -> list[Any]:
+    def formed(self) -> Formed:
+        """The gradients that a sum after the norms keeps, (batch, *shape) by leaf.
+
+        None where an explicit sharding cuts the batch: factors stay cut, and are less to gather.
+        """
+        index = [i for i, road in enumerate(self.scheme.roads) if road.kept]
+        records = zip(self.scheme.sites, self.operands, self.cotangents, strict=True)
+        held = [(x, len(site.lengths)) for site, *xs in records for x in xs if x is not None]
+        if not index or any(is_split(x, axis) for x, axis in held):
+            return {}
+        rows = jax.vmap(lambda sample: self.row(sample, index))(self.by_sample())
+        return dict(zip(index, rows, strict=True))
+
+    def weighted(
+        self, weights: Any, index: Sequence[int] | None = None, formed: Formed = _NONE
+    ) -> list[Any]:
         """The weighted sum of the gradients; a weight of 0 leaves a sample out, NaN or not.
 
-        For the leaves in ``index`` alone, if given.
+        For the leaves in ``index`` alone, if given; those that are ``formed`` from these.
         """
+        index = range(len(self.params)) if index is None else index
+        factored = [i for i in index if i not in formed]
+        found = dict(zip(factored, self._weighted(weights, factored), strict=True))
+        rows = {i: formed[i] for i in index if i in formed}
+        blanked = _blanked({i: (x, 0) for i, x in rows.items()}, weights != 0)
+        for i, x in blanked.items():
+            # A product: on CPU a reduction over the first axis takes fifty times as long.
+            found[i] = jnp.einsum("n,n...->...", weights.astype(x.dtype), x, precision=EXACT)
+        return [found[i] for i in index]
+
+    def _weighted(self, weights: Any, index: Sequence[int]) -> list[Any]:
+        """The same from the factors."""
         sites, kept = self.scheme.sites, weights != 0
-        chosen = None if index is None else set(index)
-        used = [i for i, s in enumerate(sites) if chosen is None or s.leaves & chosen]
+        used = [i for i, s in enumerate(sites) if s.leaves & set(index)]
 
         def scaled(x: Any, site: Site) -> Any:
             return _scaled(x, weights, kept, len(site.lengths))
@@ -248,27 +282,31 @@ class Records:
         (moved,) = jax.linear_transpose(lambda g: back(g)[0], weights)(tangents)
         return moved
 
-    def squares(self) -> list[Any]:
+    def squares(self, formed: Formed = _NONE) -> list[Any]:
         """Each sample's squared norm of each trainable leaf; exact where digits were lost."""
-        squares, masses = self.fast_squares()
-        fragile = [i for i, road in enumerate(self.scheme.roads) if road.is_fragile]
+        squares, masses = self.fast_squares(formed)
+        roads = enumerate(self.scheme.roads)
+        fragile = [i for i, road in roads if road.is_fragile and i not in formed]
         if not fragile or not self.scheme.n_samples:
             return squares
         lost = [_any_lost(squares[i], masses[i]) for i in fragile]
         again = lax.cond(
             jnp.stack(lost).any(),
             lambda: self.exact_squares(fragile),
-            lambda: [squares[i].astype(self.dtype) for i in fragile],
+            lambda: gathered([squares[i].astype(self.dtype) for i in fragile]),
         )
         for i, square in zip(fragile, again, strict=True):
             squares[i] = square
         return squares
 
-    def fast_squares(self) -> tuple[list[Any], list[Any]]:
+    def fast_squares(self, formed: Formed = _NONE) -> tuple[list[Any], list[Any]]:
         """The squared norms by each leaf's road, and the mass that cancelled to make them."""
         roads, n = self.scheme.roads, self.scheme.n_samples
-        exact = [i for i, road in enumerate(roads) if road.parts is None]
+        exact = [i for i, road in enumerate(roads) if road.parts is None and i not in formed]
         found = dict(zip(exact, self.exact_squares(exact), strict=True))
+        for i, rows in formed.items():
+            square = jnp.square(jnp.abs(rows) if jnp.iscomplexobj(rows) else rows)
+            found[i] = square.sum(tuple(range(1, rows.ndim))).astype(self.dtype)
         records = list(zip(self.operands, self.cotangents, strict=True))
         pairs = [
             (found[i], jnp.zeros_like(found[i]))
@@ -284,24 +322,36 @@ class Records:
         if not index or not self.scheme.n_samples:
             return [jnp.zeros(0, dtype) for _ in index]
 
-        def one(sample: Any) -> list[Any]:
+        def one(sample: Any, _: Any) -> list[Any]:
             return [jnp.sum(jnp.square(jnp.abs(r))).astype(dtype) for r in self.row(sample, index)]
 
-        return self.for_each(one, self.row_bytes(index))
+        return self.for_each(one, index, self.row_bytes(index))
 
     def row_bytes(self, index: Sequence[int]) -> int:
         """About what ``row`` of one sample holds at a time: the gradients, and patches."""
         convolved = [s for s in self.scheme.sites if s.kind == "conv" and s.leaves & set(index)]
         return 8 * sum(self.params[i].size for i in index) + sum(map(patch_bytes, convolved))
 
-    def for_each(self, fun: Callable[[Any], Any], bytes_each: int) -> Any:
-        """``fun`` of each sample of ``by_sample``, as many at a time as ``bytes_each`` allows."""
-        n = self.scheme.n_samples
-        depths = [len(site.lengths) for site in self.scheme.sites]
+    def for_each(
+        self, fun: Callable[..., Any], index: Sequence[int], bytes_each: int, formed: Formed = _NONE
+    ) -> Any:
+        """``fun`` of each sample, as many at a time as ``bytes_each`` allows.
+
+        It gets the sample as from ``by_sample``, but the records of the leaves in ``index``
+        alone, and the sample's share of ``formed``.
+        """
+        n, sites = self.scheme.n_samples, self.scheme.sites
+        depths = [len(site.lengths) for site in sites]
+        used = [bool(site.leaves & set(index)) for site in sites]
+        operands, cotangents = (
+            [x if use else None for x, use in zip(xs, used, strict=True)]
+            for xs in (self.operands, self.cotangents)
+        )
         sides = [
             [jax.tree.map(lambda _, d=d: d, x) for x, d in zip(xs, depths, strict=True)]
-            for xs in (self.operands, self.cotangents)
+            for xs in (operands, cotangents)
         ]
-        samples, axes = (self.operands, self.cotangents, jnp.arange(n)), (*sides, 0)
-        mapped = jax.vmap(fun, in_axes=(axes,))
+        samples = ((operands, cotangents, jnp.arange(n)), dict(formed))
+        axes = ((*sides, 0), dict.fromkeys(formed, 0))
+        mapped = jax.vmap(lambda both: fun(*both), in_axes=(axes,))
         return map_samples(mapped, gathered(samples, axes), axes, n, bytes_each)

@@ -28,6 +28,9 @@ Road = Literal["auto", "gram", "direct", "materialize"]
 
 # What the per-sample work of a chunk may hold: about what a core's cache does.
 _CHUNK_BYTES = 2 * 2**20
+# By how much a kept gradient may be larger than its factors, whose memory is free again when it
+# is formed; and in a model that recomputes, because memory is what it lacks.
+_KEPT, _KEPT_IN_REMAT = 2, 1
 # A Gram norm has lost too many digits when it is below this many roundings of its terms.
 _LOST = 1e5
 
@@ -54,7 +57,8 @@ class LeafRoad:
     where each gradient is one outer product, "gram" for products between terms, "direct"
     for the gradient of a few samples at a time from its factors, "materialize" for the same
     by a pull-back, "unused" for a leaf without gradient.  ``cost`` is in multiplications
-    for one sample.
+    for one sample.  ``kept`` is the bytes of one sample's gradient where a clipped sum forms it
+    once, for the norms and for the sum, as it is hardly larger than its factors; 0 elsewhere.
     """
 
     name: str
@@ -64,6 +68,7 @@ class LeafRoad:
     cost: int
     why: str
     parts: tuple[Part, ...] | None
+    kept: int = 0
 
     @property
     def is_fragile(self) -> bool:
@@ -72,7 +77,8 @@ class LeafRoad:
 
     def __str__(self) -> str:
         where = "; ".join(self.sites) or "nowhere"
-        return f"{self.name}{list(self.shape)}: {self.road} ({self.why}); used at {where}"
+        kept = ", kept for clipped sums" if self.kept else ""
+        return f"{self.name}{list(self.shape)}: {self.road} ({self.why}){kept}; used at {where}"
 
 
 def leaf_roads(
@@ -92,8 +98,12 @@ def _leaf_road(
     places = tuple(f"{sites[k].kind} at {sites[k].line}" for k in mine)
     cost = sum(_sum_cost(sites[k]) for k in mine)
 
+    asked = road
+
     def answer(road: str, cost: int, why: str, parts: tuple[Part, ...] | None) -> LeafRoad:
-        return LeafRoad(name, tuple(aval.shape), road, places, cost, why, parts)
+        may = asked == "auto" and road in ("gram", "direct", "materialize")
+        kept = _kept_bytes(mine, sites, aval) if may else 0
+        return LeafRoad(name, tuple(aval.shape), road, places, cost, why, parts, kept)
 
     if not mine:
         return answer("unused", 0, "no path from it to the loss", ())
@@ -121,6 +131,26 @@ def _leaf_road(
     if road != "auto":
         why = "asked for"
     return answer("gram" if gram else "direct", _parts_cost(parts, sites), why, tuple(parts))
+
+
+def _kept_bytes(mine: list[int], sites: Sequence[Site], aval: Any) -> int:
+    """What a sample's gradient takes, if about as much memory as its factors, or less; else 0."""
+    used = [sites[k] for k in mine]
+    if any(site.kind == "conv" for site in used):
+        return 0  # its patches take more than both
+    kept = aval.size * wide(aval.dtype).itemsize
+    factors, formed, is_whole = 0, 0, True
+    for site in used:
+        held = [a for a in (site.operand, site.output) if a is not None]
+        factors += math.prod(site.lengths) * sum(a.size * a.dtype.itemsize for a in held)
+        # Each use forms a gradient of what is used there, which may be another size.
+        stacked = [n for n, s in zip(site.lengths, site.stacked, strict=True) if s]
+        size = math.prod(stacked) * site.var.aval.size
+        formed += size * wide(site.var.aval.dtype).itemsize
+        is_whole &= size == aval.size
+    most = _KEPT_IN_REMAT if any(site.in_remat for site in used) else _KEPT
+    # Those of the whole leaf add in place.
+    return kept if formed + (0 if is_whole else kept) <= most * factors else 0
 
 
 def _is_product(part: Part, sites: Sequence[Site]) -> bool:

@@ -103,7 +103,7 @@ class Samples:
         """
         squares = self._held.squares()
         if groups is None:
-            return jnp.sqrt(sum(squares, jnp.zeros(len(self), self._records.dtype)))
+            return self._total_norms(squares)
         labels, structure = jax.tree.flatten(groups)
         numbered = jax.tree.unflatten(structure, range(len(labels)))
         members = broadcast_prefix(numbered, self._skeleton(), "norms: groups")
@@ -140,7 +140,9 @@ class Samples:
                 f"clipped_sum: max_norm is above 0; got {max_norm}. "
                 "Pass weighted_sum weights of your own for anything else."
             )
-        return self.weighted_sum(clip_weights(self.norms(), max_norm))
+        formed = self._held.formed()
+        norms = self._total_norms(self._records.squares(formed))
+        return self._tree(self._records.weighted(clip_weights(norms, max_norm), formed=formed))
 
     def top(self, k: int) -> tuple[Any, Any]:
         """The ``k`` largest norms and the indices of their samples, largest first."""
@@ -309,6 +311,9 @@ class Samples:
                 "methods inside, or under another vmap."
             )
         return self._records
+
+    def _total_norms(self, squares: list[Any]) -> Any:
+        return jnp.sqrt(sum(squares, jnp.zeros(len(self), self._records.dtype)))
 
     def _sum(self) -> list[Any]:
         return self._held.pull_back(self._records.operands, self._records.cotangents)
