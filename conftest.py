@@ -15,7 +15,8 @@ import subprocess
 
 # Read when the first backend starts, and by the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of machine code, not of programs
+# Of machine code, which is ready sooner; programs, their figures and their bits hardly differ.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -53,18 +54,6 @@ def x64():
     """Run the whole test with 64-bit types."""
     with jax.enable_x64(True):
         yield
-
-
-def _quickly():
-    """Compile without most optimizations: where assertions do not depend on them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-quick_compiler = pytest.fixture(_quickly, scope="module", name="quick_compiler")
-fast_compiler = pytest.fixture(_quickly, name="fast_compiler")  # for one test
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

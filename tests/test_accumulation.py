@@ -15,9 +15,6 @@ from jax.sharding import PartitionSpec as P
 import funcgrad as fg
 from funcgrad._jaxpr import walk
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 X, Y, W = np.arange(6.0).reshape(3, 2), np.zeros(3), np.array([1.0, 2.0])
 x32, y32, w32 = X.astype(np.float32), Y.astype(np.float32), W.astype(np.float32)
 

@@ -17,9 +17,6 @@ from funcgrad._anomaly._report import summarise
 X = jnp.array([[0.5, 1.0, 2.0], [1.5, 0.0, 0.5]])
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 def report_of(fun, *args, **kwargs):
     with pytest.raises(fg.AnomalyError) as caught:
         fg.detect_anomaly(fun, **kwargs)(*args)

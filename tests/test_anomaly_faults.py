@@ -55,9 +55,6 @@ def fault(path: str = "", text: str = "", **says: Any) -> Any:
     return add
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 def report_of(fun, *args):
     with pytest.raises(fg.AnomalyError) as caught:
         fg.detect_anomaly(fun)(*args)

@@ -109,7 +109,7 @@ def test_reference_is_the_clipped_sum_in_float64():
     np.testing.assert_allclose(reference.total(None)[0], [3.3, 4.4], rtol=1e-7)
 
 
-def test_bound_is_the_median_norm_and_a_nan_is_wrong(fast_compiler):
+def test_bound_is_the_median_norm_and_a_nan_is_wrong():
     report = per_sample.compare_roads(linear_problem(), chunk_size=None, rounds=1)
     assert report.max_norm == pytest.approx(0.5) and report.right
     errors = {**report.sum_errors, report.roads[0].name: float("nan")}
@@ -175,7 +175,7 @@ def small_task():
         ("products", ["fg.per_sample dots", "vmap(grad) variance", *LOOPS]),
     ],
 )
-def test_per_sample_contenders_agree_with_the_loop(asks, names, folder, fast_compiler):
+def test_per_sample_contenders_agree_with_the_loop(asks, names, folder):
     found = errors(lambda: PerSample(small_task, "small", asks=asks), names, folder)
     assert max(found.values()) < 1e-5, found
 
@@ -203,7 +203,7 @@ def test_error_is_that_of_the_worst_leaf_and_keeps_a_nan():
 
 @pytest.mark.torch
 @pytest.mark.parametrize("model", ["cnn-64", "transformer-t128", "lora"])
-def test_peer_in_torch_is_the_same_model(model, folder, fast_compiler):
+def test_peer_in_torch_is_the_same_model(model, folder):
     pytest.importorskip("torch")
     make = LORA[model] if model in LORA else functools.partial(PerSample.of, model)
     found = errors(functools.partial(make, True), ["torch: plain"], folder)
@@ -211,7 +211,7 @@ def test_peer_in_torch_is_the_same_model(model, folder, fast_compiler):
 
 
 @pytest.mark.parametrize("name", ["elementwise", "matmul"])
-def test_rules_agree_with_what_jax_derives(name, folder, fast_compiler):
+def test_rules_agree_with_what_jax_derives(name, folder):
     ways = _function.CONTENDERS.items()
     names = [n for n, way in ways if way.kind == "rule" and not way.absent()]
     found = errors(functools.partial(_function.Rule, name, True), names, folder)
@@ -224,7 +224,7 @@ def test_chain_applies_its_rule_to_its_own_result():
 
 
 @pytest.mark.parametrize("name", ["clip-leaves", "accumulate-mlp"])
-def test_steps_agree_with_float64(name, folder, fast_compiler):
+def test_steps_agree_with_float64(name, folder):
     make = functools.partial(training_step.MODELS[name], True)
     left_out = ("torch: plain", "plain", "fg.clip_grad_norm", "scan by hand")
     ways = make().contenders.items()

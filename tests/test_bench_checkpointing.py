@@ -20,7 +20,6 @@ from funcgrad.bench._options import Options
 
 
 # One race has them all, and fails when one is wrong; here are the fewest that say it can.
-@pytest.mark.usefixtures("fast_compiler")
 def test_steps_agree_with_float64(tmp_path):
     make = functools.partial(_checkpointing_race.Step, "scanned", True)
     session, errors = worker.Session(make), {}
@@ -32,7 +31,6 @@ def test_steps_agree_with_float64(tmp_path):
     assert errors and max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.usefixtures("fast_compiler")
 def test_layers_in_a_loop_and_in_a_scan_are_one_model():
     args = draw_params(QUICK), draw_input(QUICK)
     a, b = (jax.jit(loss)(*args) for loss in (unrolled(QUICK), scanned(QUICK)))

@@ -11,7 +11,6 @@ from funcgrad.bench import _worker as worker
 CHECKED = ("fg.detect_anomaly", "jax.debug_nans", "checkify, nan_checks")
 
 
-@pytest.mark.usefixtures("fast_compiler")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.parametrize("model", _debugging.NAMES)
 def test_contenders_agree_with_float64(model, tmp_path):
@@ -25,7 +24,6 @@ def test_contenders_agree_with_float64(model, tmp_path):
     assert len(found) >= 4 and max(f["error"] for f in found.values()) < 1e-5, found
 
 
-@pytest.mark.usefixtures("fast_compiler")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.parametrize("name", [n for n, w in _debugging.STEPS.items() if w.kind == "checked"])
 def test_what_is_timed_finds_an_anomaly(name):

@@ -6,7 +6,6 @@ from funcgrad.bench import _derivatives, _report
 from funcgrad.bench import _worker as worker
 
 
-@pytest.mark.usefixtures("fast_compiler")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the first dual number
 @pytest.mark.parametrize("name", _derivatives.NAMES)
 def test_derivatives_agree_with_float64(name, tmp_path):

@@ -17,9 +17,6 @@ from hypothesis import strategies as st
 from funcgrad.parity._bridge import grads_to_jax, grads_to_torch, to_jax, to_torch
 from funcgrad.parity._flax_tree import flax_grads, flax_params
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 NARROW = ["bool", "uint8", "int16", "int32", "float16", "bfloat16", "float32", "complex64"]
 WIDE = ["int64", "float64", "complex128"]
 

@@ -19,8 +19,6 @@ from funcgrad import _jaxpr
 from funcgrad._compat import Literal, checkpoint_of, primitives, value_name
 from programs import Program, programs
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 def named(fun, seed):
     """``fun`` with names on the outputs of about a third of its equations, at any depth."""

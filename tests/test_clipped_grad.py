@@ -13,12 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
 from conftest import DEEP
-from test_per_sample import quick_jit
 from test_per_sample_grads import assert_close, dropout, make_net, net
 
 
 def run_clipped(loss, **options):
-    return quick_jit(fg.clipped_grad(loss, **options))
+    return jax.jit(fg.clipped_grad(loss, **options))
 
 
 def rows_as_gradients(params, row):
@@ -149,6 +148,34 @@ def test_entries_whose_squares_overflow_are_clipped_and_not_lost():
     np.testing.assert_allclose(out.norms, [5e20, 5e-30], rtol=1e-6)
 
 
+def sum_of_products(w, x, y):
+    """Its gradient is the sum over terms of the outer products of x and y."""
+    return jnp.sum((x @ w) * y)
+
+
+_UNDERFLOW = [
+    *((road, n, 1e-3) for road in ("auto", "gram", "direct", "two_pass") for n in (1, 9)),
+    *((road, n, 1e-21) for road in ("auto", "gram") for n in (1, 9)),
+]
+
+
+@pytest.mark.parametrize(("road", "n_terms", "bound"), _UNDERFLOW)
+def test_entries_whose_squares_underflow_are_clipped_and_not_lost(road, n_terms, bound):
+    rng = np.random.default_rng(n_terms)
+    clipped = run_clipped(sum_of_products, max_norm=bound, road=road)
+    sides = [(1e-20, 1e18), (1e18, 1e-20)] if bound == 1e-3 else [(1e-10, 1e-10), (1e-12, 1e-9)]
+    for left, right in sides:
+        x = (left * rng.normal(size=(1, n_terms, 8))).astype(np.float32)
+        y = (right * rng.normal(size=(1, n_terms, 8))).astype(np.float32)
+        gradients = np.einsum("nti,ntj->nij", x, y, dtype=np.float64)
+        out = clipped(jnp.ones((8, 8)), x, y)
+        assert np.linalg.norm(np.asarray(out.grads, np.float64)) <= bound
+        if road != "two_pass":  # which rounds up
+            np.testing.assert_allclose(out.norms, [np.linalg.norm(gradients)], rtol=1e-5)
+            sums = clipped_loop(gradients, bound)
+            np.testing.assert_allclose(out.grads, sums, rtol=1e-3, atol=1e-4 * bound)
+
+
 @pytest.mark.parametrize(
     "road", ["auto", "gram", "materialize"] if DEEP else ["auto", "materialize"]
 )
@@ -182,7 +209,7 @@ def test_bounds_of_groups_and_of_single_leaves():
     nested = {"body": {"w": params["w"], "b": params["b"]}, "head": params["v"]}
     loss = lambda p, x, y: net({**p["body"], "v": p["head"]}, x, y)
     grouped = fg.clipped_grad(loss, max_norm={"body": 0.5, "head": 2.0})
-    got = quick_jit(grouped)(nested, x, y)
+    got = jax.jit(grouped)(nested, x, y)
     body = np.concatenate([np.asarray(rows[k]).reshape(5, -1) for k in "bw"], axis=1)
     np.testing.assert_allclose(
         flat(got.grads["body"]), clipped_loop(body, 0.5), rtol=1e-5, atol=1e-6
@@ -298,7 +325,7 @@ def test_an_automatic_chunk_keeps_to_the_budget_and_to_the_sum(road):
 
     def run(budget):
         fun = fg.clipped_grad(net, max_norm=1.0, chunk_size="auto", memory_budget=budget, road=road)
-        compiled = quick_jit(fun).lower(params, x, y).compile()
+        compiled = jax.jit(fun).lower(params, x, y).compile()
         return compiled(params, x, y).grads, compiled.memory_analysis().temp_size_in_bytes
 
     small, small_bytes = run(1)
@@ -330,7 +357,7 @@ def test_inside_shard_map_the_sums_of_the_devices_add_up(check_vma):
         out = fg.clipped_grad(net, max_norm=1.0, chunk_size=1)(params, x, y)
         return jax.lax.psum(out.grads, "data")
 
-    total = quick_jit(
+    total = jax.jit(
         jax.shard_map(
             local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(),
             check_vma=check_vma,
@@ -479,7 +506,7 @@ def test_two_passes_keep_what_checkpointing_saves():
         return jnp.sum(jax.lax.scan(lambda h, w: (block(h, w), None), x, layers)[0] ** 2)
 
     def temporaries(fun):
-        return quick_jit(fun).lower(layers, x).compile().memory_analysis().temp_size_in_bytes
+        return jax.jit(fun).lower(layers, x).compile().memory_analysis().temp_size_in_bytes
 
     plain = temporaries(jax.grad(lambda w, x: jax.vmap(loss, (None, 0))(w, x).sum()))
     two = temporaries(lambda *a: fg.clipped_grad(loss, max_norm=1.0, road="two_pass")(*a).grads)
@@ -502,7 +529,7 @@ def test_a_nan_stays_in_its_sample_where_convolutions_have_groups(road, used):
         return jnp.sum(jnp.square(y))
 
     k, x = jnp.ones((3, 1, 4)), jnp.ones((4, 5, 2))
-    run = quick_jit(fg.clipped_grad(loss, max_norm=1.0, road=road))
+    run = jax.jit(fg.clipped_grad(loss, max_norm=1.0, road=road))
     out = run(k, x.at[0].set(jnp.nan))
     assert int(out.nonfinite) == 1
     expected = run(k, x, mask=jnp.arange(4) > 0)

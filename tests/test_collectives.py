@@ -15,9 +15,6 @@ from jax.sharding import PartitionSpec as P
 from conftest import DEEP
 from funcgrad import collectives as co
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 N = 4
 VMA = pytest.mark.parametrize("check_vma", [True, False], ids=["typed", "untyped"])
 

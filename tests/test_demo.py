@@ -43,9 +43,6 @@ def small_network(monkeypatch):
     monkeypatch.setattr(_digits, "new_params", lambda seed: {"w": WEIGHTS})
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 def test_quick_demo_writes_pictures_and_figures(console, tmp_path, small_network, monkeypatch):
     # The table has its own tests, and so have the other roads.
     every = _per_sample.all_roads

@@ -1,6 +1,7 @@
 """Products that are transposed, written as one product."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ def test_the_product_with_the_hessian_needs_no_transpose_of_a_weight():
 
     plain = lambda w, v: jax.jvp(jax.grad(loss), (w,), (v,))[1]
     ours = lambda w, v: fg.hvp(loss, w, v)
-    compiled = [jax.jit(f).lower(weights, weights).compile() for f in (plain, ours)]
+    compiled: list[Any] = [jax.jit(f).lower(weights, weights).compile() for f in (plain, ours)]
     first, second = (c(weights, weights) for c in compiled)
     for a, b in zip(first, second, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)

@@ -16,9 +16,6 @@ from jax.sharding import PartitionSpec as P
 import funcgrad as fg
 from funcgrad import _jaxpr
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 TOKENS = jnp.array([[0, 1, 2, 1], [3, 3, 0, 4]])
 
 

@@ -20,8 +20,6 @@ from funcgrad._compat import primitives
 from funcgrad._function import _trace
 from funcgrad._jaxpr import FUNCTION
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 class Lying(fg.Function):
     """x², with ten times its gradient: losing the rule shows."""

@@ -3,14 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 
 import funcgrad as fg
 from conftest import PROGRAMS
 from programs import Program, Step, programs
-
-pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 def as_function(fun):

@@ -13,9 +13,6 @@ from conftest import PROGRAMS
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 UNARY = ("sin", "cos", "tanh", "exp")
 
 

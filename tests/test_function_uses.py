@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 def random(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)

@@ -32,9 +32,6 @@ def verdict(fun, inputs, **options):
 X = jnp.array([0.5, -1.5, 2.0])
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 # Beside torch
 
 

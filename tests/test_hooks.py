@@ -17,8 +17,6 @@ from conftest import PROGRAMS
 from funcgrad import _jaxpr
 from programs import Program, programs
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 class Log(list):
     """Host values that hooks have seen, in order of arrival."""

@@ -18,9 +18,7 @@ import pytest
 from dp_accounting import NeighboringRelation as Relation
 
 import funcgrad as fg
-from test_per_sample import assert_equal, draw, quick_jit
-
-pytestmark = pytest.mark.usefixtures("quick_compiler")
+from test_per_sample import assert_equal, draw
 
 
 class Aux(NamedTuple):
@@ -65,7 +63,7 @@ def inputs(n=6):
 
 
 def of_loop(params, x, y, max_norm):
-    grad = quick_jit(jax.grad(lambda params, x, y: loss(params, x, y)[0]))
+    grad = jax.jit(jax.grad(lambda params, x, y: loss(params, x, y)[0]))
     rows = [grad(params, *sample) for sample in zip(np.asarray(x), np.asarray(y), strict=True)]
     norms = np.array([optax.tree.norm(row) for row in rows])
     scales = np.minimum(1, max_norm / norms)
@@ -77,20 +75,20 @@ def test_the_sum_leaves_padding_out_and_aux_is_per_example():
     padding = jnp.array([False, False, True, False, True, False])
     x = jnp.where(padding[:, None], jnp.nan, x)
     grad_fn = bounded(fg.clipped_grad(loss, max_norm=0.5, has_aux=True))
-    total, aux = quick_jit(grad_fn)(params, x, y, is_padding_example=padding)
+    total, aux = jax.jit(grad_fn)(params, x, y, is_padding_example=padding)
     kept = ~np.asarray(padding)
     expected, norms = of_loop(params, x[kept], y[kept], 0.5)
     assert_equal(total, expected, 1e-4)
     np.testing.assert_allclose(aux.grad_norms[kept], norms, rtol=1e-5)
     assert aux.aux["prediction"].shape == aux.values.shape == (6,)
-    assert_equal(quick_jit(grad_fn)(params, x[kept], y[kept])[0], expected, 1e-4)
+    assert_equal(jax.jit(grad_fn)(params, x[kept], y[kept])[0], expected, 1e-4)
 
 
 def test_noise_that_is_calibrated_to_the_sensitivity_covers_a_neighbour():
     clip = fg.clipped_grad(loss, max_norm=0.5, mean_over=6, has_aux=True)
     params, x, y = inputs()
     x = x.at[0].multiply(1e3)
-    grad_fn = quick_jit(bounded(clip))
+    grad_fn = jax.jit(bounded(clip))
     everyone, _ = grad_fn(params, x, y, is_padding_example=jnp.zeros(6, bool))
     without, _ = grad_fn(params, x, y, is_padding_example=jnp.arange(6) == 0)
     moved = optax.tree.norm(jax.tree.map(jnp.subtract, everyone, without))

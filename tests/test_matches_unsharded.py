@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 import funcgrad as fg
 from funcgrad import collectives as co
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
 
 @functools.cache
 def make_mesh(shape=(4,), names=("data",), kind=AxisType.Auto):

@@ -13,9 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 X = np.array([[0.3, -0.7], [1.0, 2.0]])
 
 

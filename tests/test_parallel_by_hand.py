@@ -16,9 +16,6 @@ from jax.sharding import PartitionSpec as P
 import funcgrad as fg
 from funcgrad import collectives as co
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 LESSON = Path(__file__).parents[1] / "examples" / "10_parallel_by_hand.py"
 SECONDS = 240
 

@@ -11,13 +11,6 @@ import funcgrad as fg
 from conftest import DEEP, PROGRAMS
 from programs import Program, programs
 
-# Less optimised machine code, which is ready sooner; the programs are tiny.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-def quick_jit(fun):
-    return jax.jit(fun, compiler_options=QUICK)
-
 
 def draw(seed, *shape, dtype=jnp.float64):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
@@ -25,7 +18,7 @@ def draw(seed, *shape, dtype=jnp.float64):
 
 def loop(loss, params, *batch):
     """The gradients of the samples one by one, stacked: what everything is compared with."""
-    one, n = quick_jit(jax.grad(loss)), len(jax.tree.leaves(batch)[0])
+    one, n = jax.jit(jax.grad(loss)), len(jax.tree.leaves(batch)[0])
     # Cut in NumPy, which has nothing to compile; keys have no other form.
     is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     batch = jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.asarray(leaf), batch)
@@ -97,7 +90,7 @@ def check(
         taken.update({leaf.name.removeprefix("params"): leaf.road for leaf in samples.explain()})
         return from_samples(samples, weights, direction, everything)
 
-    got, expected = quick_jit(ours)(params, *batch), from_rows(rows, weights, direction)
+    got, expected = jax.jit(ours)(params, *batch), from_rows(rows, weights, direction)
     assert_equal(got, {name: expected[name] for name in got}, rtol)
     if isinstance(takes, str):
         assert set(taken.values()) == {takes}, taken
@@ -166,7 +159,7 @@ def test_sums_means_moments_and_noise_scale_come_from_the_rows(x64):
     rows = loop(two_layers, params, x)
     flat = np.concatenate([np.reshape(g, (4, -1)) for g in jax.tree.leaves(rows)], 1)
 
-    @quick_jit
+    @jax.jit
     def ours(params, x):
         s = fg.per_sample(two_layers, road="gram")(params, x)
         return s.sum(), s.mean(), s.second_moment(), s.noise_scale(), s.top(2), s.materialize(["w"])
@@ -204,7 +197,7 @@ def test_clipped_sum_scales_long_gradients_and_keeps_short_ones(x64):
     rows = loop(two_layers, params, x)
     norms = from_rows(rows, jnp.ones(4), params)["norms"]
     bound = float(jnp.median(norms))
-    got = quick_jit(lambda p, x: fg.per_sample(two_layers, road="gram")(p, x).clipped_sum(bound))(
+    got = jax.jit(lambda p, x: fg.per_sample(two_layers, road="gram")(p, x).clipped_sum(bound))(
         params, x
     )
     factors = jnp.minimum(1, bound / norms)
@@ -219,7 +212,7 @@ def test_gram_between_two_batches_is_the_product_of_their_rows(x64):
         [g.reshape(len(x), -1) for g in jax.tree.leaves(loop(two_layers, params, x))], 1
     )
 
-    @quick_jit
+    @jax.jit
     def ours(params, x, other):
         run = fg.per_sample(two_layers, road="gram")
         return run(params, x).gram(run(params, other))
@@ -231,7 +224,7 @@ def test_projections_keep_inner_products_on_average_and_agree_between_batches(x6
     params, x = two_layer_inputs(n=3)
     dim, key = 4000, jax.random.key(0)
 
-    @quick_jit
+    @jax.jit
     def ours(params, x):
         samples = fg.per_sample(two_layers)(params, x)
         return samples.project(key, dim), samples.gram()
@@ -247,7 +240,7 @@ def test_projections_keep_inner_products_on_average_and_agree_between_batches(x6
 
 def test_the_weights_of_a_sum_and_max_norm_may_be_traced_and_directions_are_linear(x64):
     params, x = two_layer_inputs()
-    run = quick_jit(lambda p, x, w, c: (
+    run = jax.jit(lambda p, x, w, c: (
         fg.per_sample(two_layers, road="gram")(p, x).weighted_sum(w),
         fg.per_sample(two_layers, road="gram")(p, x).clipped_sum(c),
     ))  # fmt: skip
@@ -264,10 +257,10 @@ def test_the_weights_of_a_sum_and_max_norm_may_be_traced_and_directions_are_line
 
 def test_samples_leave_one_jit_and_enter_another_without_compiling_again(x64):
     params, x = two_layer_inputs()
-    make = quick_jit(lambda p, x, c: fg.per_sample(
+    make = jax.jit(lambda p, x, c: fg.per_sample(
         lambda p, x: two_layers(p, x @ jax.jit(lambda a: a * c)(jnp.eye(4))), road="gram"
     )(p, x))  # fmt: skip
-    use = quick_jit(lambda samples: (samples.norms(), samples.mean()))
+    use = jax.jit(lambda samples: (samples.norms(), samples.mean()))
     for scale in (1.0, 2.0):
         norms, mean = use(make(params, x, scale))
         rows = loop(two_layers, params, scale * x)
@@ -287,7 +280,7 @@ def test_under_vmap_over_parameters_and_batches_every_member_is_its_own(x64):
     both = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
     xs = jnp.stack([x, draw(9, *x.shape)])
 
-    @quick_jit
+    @jax.jit
     def ours(both, xs):
         run = fg.per_sample(two_layers, road="gram")
         return jax.vmap(lambda p, x: (run(p, x).norms(), run(p, x).clipped_sum(0.5)))(both, xs)
@@ -325,7 +318,7 @@ def test_samples_stacked_by_vmap_are_refused_outside_of_it(x64, road):
 def test_inside_scan_each_step_has_its_own_samples(x64):
     params, x = two_layer_inputs()
 
-    @quick_jit
+    @jax.jit
     def train(params, xs):
         def step(p, x):
             samples = fg.per_sample(two_layers, road="gram")(p, x)
@@ -365,10 +358,10 @@ def test_a_gradient_with_respect_to_what_all_samples_share_is_right_or_refused(x
 
     c = draw(5, 4)
     try:
-        got = quick_jit(jax.grad(ours))(c)
+        got = jax.jit(jax.grad(ours))(c)
     except NotImplementedError:
         return
-    assert_equal(got, quick_jit(jax.grad(theirs))(c), 1e-9)
+    assert_equal(got(jax.grad(theirs))(c), 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
 from conftest import DEEP
-from test_per_sample import assert_equal, check, draw, from_rows, loop, quick_jit
+from test_per_sample import assert_equal, check, draw, from_rows, loop
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 TOKENS = jnp.array([[0, 1, 1, 4], [2, 6, 3, 2], [5, 5, 5, 5]])
@@ -70,7 +70,7 @@ def test_a1_the_cross_term_of_a_tied_embedding_matters(x64):
     # What a norm without it would be off by: the test above would see it.
     lookup = lambda p, q, t: bumpy(jnp.tanh(p[t]) @ q.T)
     e = draw(0, 7, 4)
-    apart = quick_jit(jax.vmap(jax.grad(lookup, (0, 1)), (None, None, 0)))(e, e, TOKENS)
+    apart = jax.jit(jax.vmap(jax.grad(lookup, (0, 1)), (None, None, 0)))(e, e, TOKENS)
     looked_up, multiplied = jax.device_get(apart)
     whole = np.sum((looked_up + multiplied) ** 2, (1, 2))
     parts = np.sum(looked_up**2 + multiplied**2, (1, 2))
@@ -163,7 +163,7 @@ def test_a4_the_row_of_a_padding_token_gets_no_gradient(x64):
 
     params = {"e": draw(0, 7, 4)}
     check(loss, params, TOKENS, takes="gram")
-    norms = quick_jit(lambda p, t: fg.per_sample(loss, road="gram")(p, t).norms())(params, TOKENS)
+    norms = jax.jit(lambda p, t: fg.per_sample(loss, road="gram")(p, t).norms())(params, TOKENS)
     assert norms[2] == 0  # all padding
     none = lambda p, t: bumpy(p["e"].at[jnp.where(t == 5, -1000, t)].get(mode="fill", fill_value=0))
     check(none, params, TOKENS, takes="gram")
@@ -177,7 +177,7 @@ def test_a18_repeated_tokens_add_before_the_norm(x64, dtype):
     params = {"e": draw(0, 7, 4)}
     check(loss, params, TOKENS.astype(dtype), takes="gram")
     total = lambda p, t: jnp.sum(p["e"][t])
-    norms = quick_jit(lambda *a: fg.per_sample(total, road="gram")(*a).norms())(params, TOKENS)
+    norms = jax.jit(lambda *a: fg.per_sample(total, road="gram")(*a).norms())(params, TOKENS)
     # Counts of each token: (1, 2, 1), (2, 1, 1), (4), times the 4 columns.
     np.testing.assert_allclose(norms, np.sqrt(4 * np.array([6, 6, 16])), rtol=1e-12)
 
@@ -592,7 +592,7 @@ def test_a11_terms_that_cancel_are_within_1e_4_of_float64(residual):
         wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), ({"w": w}, x))
         expected = np.linalg.norm(np.asarray(loop(loss, *wide)["w"]).reshape(3, -1), axis=1)
 
-    @quick_jit
+    @jax.jit
     def ours(p, x):
         samples = fg.per_sample(loss, road="gram")(p, x)
         assert samples.explain()[0].road == "gram"
@@ -606,7 +606,7 @@ def test_a11_lookups_of_one_token_that_cancel_are_within_1e_4_of_float64():
     tokens = jnp.array([[3, 3], [3, 3], [3, 2]])
     direction = np.random.default_rng(0).normal(size=8).astype(np.float32)
     loss = lambda p, t, c: jnp.sum(c[:, None] * p["e"][t] * direction)
-    norms = quick_jit(lambda p, *b: fg.per_sample(loss, road="gram")(p, *b).norms())(
+    norms = jax.jit(lambda p, *b: fg.per_sample(loss, road="gram")(p, *b).norms())(
         {"e": jnp.ones((5, 8))}, tokens, jnp.asarray(coefficients)
     )
     wide = coefficients.astype(np.float64)
@@ -620,7 +620,7 @@ def test_a11_terms_that_cancel_to_nothing_give_a_small_norm_and_never_a_nan():
     x, signs = cancelling(0.0)
     loss = lambda p, x: jnp.sum(jnp.asarray(signs, x.dtype)[:, None] * (x @ p["w"]))
     ours = lambda p, x: fg.per_sample(loss, road="gram")(p, x).norms()
-    norms = quick_jit(ours)({"w": jnp.ones((16, 16))}, jnp.asarray(x))
+    norms = jax.jit(ours)({"w": jnp.ones((16, 16))}, jnp.asarray(x))
     # Sums of 16 terms of size about 1, each rounded.
     assert jnp.all(norms < 1e-4)
 
@@ -674,8 +674,8 @@ def test_a13_the_mean_over_counted_targets_is_the_samples_own(x64):
     rows = loop(value, params, TOKENS, targets)
     takes = {"e": "gram", "w": "gram"}  # the weights in aux do not make it anything else
     check(loss, params, TOKENS, targets, rows=rows, has_aux=True, takes=takes)
-    samples = quick_jit(fg.per_sample(loss, has_aux=True, road="gram"))(params, TOKENS, targets)
-    expected = quick_jit(jax.vmap(value, (None, 0, 0)))(params, TOKENS, targets)
+    samples = jax.jit(fg.per_sample(loss, has_aux=True, road="gram"))(params, TOKENS, targets)
+    expected = jax.jit(jax.vmap(value, (None, 0, 0)))(params, TOKENS, targets)
     np.testing.assert_allclose(samples.values, expected, rtol=1e-12)
     assert samples.aux["accuracy"].shape == (3, 4)
     assert samples.aux["weights"].shape == (3, 4, 7)
@@ -712,7 +712,7 @@ def test_a14_an_empty_batch_gives_zeros_and_arrays_of_no_samples(road):
         name: use(fg.per_sample(loss, road=road)(params, x, t), params, len(x))
         for name, use in ALL.items()
     }
-    none, two = quick_jit(run)(jnp.ones((0, 4)), TOKENS[:0]), jax.eval_shape(
+    none, two = jax.jit(run)(jnp.ones((0, 4)), TOKENS[:0]), jax.eval_shape(
         run, jnp.ones((2, 4)), TOKENS[:2]
     )  # fmt: skip
     for (path, got), like in zip(
@@ -745,7 +745,7 @@ def test_a14_padding_samples_masked_in_the_loss_or_by_their_weight_add_nothing(x
     check(masked, params, x, mask, rows=rows, takes="gram")
     bad = x.at[1].set(0)  # log 0: its gradient is NaN or infinite
     ours = lambda p, x: fg.per_sample(plain, road="gram")(p, x).weighted_sum(mask.astype(float))
-    kept = quick_jit(ours)(params, bad)
+    kept = jax.jit(ours)(params, bad)
     assert_equal(kept, jax.tree.map(lambda g: g.sum(0), rows), 1e-10)
 
 
@@ -910,7 +910,7 @@ def test_a17_low_precision_activations_have_norms_and_sums_in_float32():
         return samples.norms(), samples.sum()["w"], samples.dots(p)
 
     for road in ("gram", "direct"):
-        norms, total, dots = quick_jit(functools.partial(ours, road=road))(params, x)
+        norms, total, dots = jax.jit(functools.partial(ours, road=road))(params, x)
         assert norms.dtype == total.dtype == jnp.float32
         np.testing.assert_allclose(norms, 4000, rtol=1e-6)
         np.testing.assert_allclose(total, 2000, rtol=1e-6)
@@ -1002,7 +1002,7 @@ def test_a19_bad_samples_are_reported_and_leave_the_clipped_sum_as_it_is_without
         return samples.norms(), samples.clipped_sum(1.0)
 
     for road in ("gram", "direct", "auto"):
-        norms, total = quick_jit(functools.partial(ours, road=road))(params, x, scale)
+        norms, total = jax.jit(functools.partial(ours, road=road))(params, x, scale)
         np.testing.assert_array_equal(np.isfinite(norms), [1, 0, 0, 1, 1, 0, 1])
         assert norms[3] == 0
         assert_equal(total, expected, 1e-5)
@@ -1012,7 +1012,7 @@ def test_a19_a_nan_in_an_input_stays_in_its_sample(x64):
     loss = lambda p, x, t: bumpy(jnp.tanh(p["e"][t] * x[:, None]) @ p["e"].T)
     params, x = {"e": draw(0, 7, 4)}, draw(1, 3, 4).at[1, 2].set(jnp.nan)
 
-    @quick_jit
+    @jax.jit
     def ours(*args):
         samples = fg.per_sample(loss, road="gram")(*args)
         return samples.norms(), samples.weighted_sum(jnp.array([1.0, 0, 1]))
@@ -1039,7 +1039,7 @@ def test_a20_a_large_table_and_batch_is_never_materialised(lookup):
         samples = fg.per_sample(loss)(p, t, y)
         return samples.norms(), samples.clipped_sum(1.0)
 
-    lowered = quick_jit(ours).lower(
+    lowered = jax.jit(ours).lower(
         {"e": jax.ShapeDtypeStruct((1_000_000, 5), jnp.float32)},
         jax.ShapeDtypeStruct((16_000, *shape), jnp.int32),
         jax.ShapeDtypeStruct((16_000, 5), jnp.float32),
@@ -1112,7 +1112,7 @@ def test_a22_a_sharded_batch_under_jit_gives_what_one_device_gives():
     devices = mesh()
     split = [jax.device_put(a, NamedSharding(devices, P("data"))) for a in (x, t)]
     whole = jax.device_put(params, NamedSharding(devices, P()))
-    got = quick_jit(lambda *a: use_all(fg.per_sample(loss, road="gram")(*a)))(whole, *split)
+    got = jax.jit(lambda *a: use_all(fg.per_sample(loss, road="gram")(*a)))(whole, *split)
     assert_equal(got, expected_of_all(loss, params, x, t), 1e-5)
 
 
@@ -1125,7 +1125,7 @@ def test_a22_inside_shard_map_the_samples_are_the_devices_own(check_vma):
         samples = fg.per_sample(loss, road="gram")(params, x, t)
         return samples.norms(), sums(samples.clipped_sum(0.5)), sums(samples.sum())
 
-    run = quick_jit(
+    run = jax.jit(
         jax.shard_map(
             local, mesh=mesh(), in_specs=(P(), P("data"), P("data")),
             out_specs=(P("data"), P(), P()), check_vma=check_vma,
@@ -1148,7 +1148,7 @@ def test_a22_chunked_and_sharded_together(check_vma):
         total, norms = lax.scan(chunk, zeros, (x[:, None], t[:, None]))
         return norms.ravel(), total
 
-    run = quick_jit(
+    run = jax.jit(
         jax.shard_map(
             local, mesh=mesh(), in_specs=(P(), P("data"), P("data")),
             out_specs=(P("data"), P()), check_vma=check_vma,
@@ -1167,7 +1167,7 @@ def test_a22_the_rest_works_inside_shard_map(check_vma):
         rows = samples.dots(params), samples.gram(), samples.materialize(["b"])["b"]
         return rows, lax.psum(means, "data")
 
-    run = quick_jit(
+    run = jax.jit(
         jax.shard_map(
             local, mesh=mesh(2), in_specs=(P(), P("data"), P("data")),
             out_specs=(P("data"), P()), check_vma=check_vma,

@@ -9,11 +9,10 @@ from jax import lax
 import funcgrad as fg
 from funcgrad import _jaxpr
 from funcgrad.bench._models import MODELS, mlp
-from test_per_sample import quick_jit
 
 
 def temporaries(fun, task):
-    memory = quick_jit(fun).lower(task.params, *task.batch).compile().memory_analysis()
+    memory = jax.jit(fun).lower(task.params, *task.batch).compile().memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes
 

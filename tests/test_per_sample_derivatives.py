@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 import funcgrad as fg
 from conftest import DEEP, PROGRAMS
 from programs import SHAPES, Program, programs
-from test_per_sample import assert_equal, draw, quick_jit, two_layer_inputs, two_layers
+from test_per_sample import assert_equal, draw, two_layer_inputs, two_layers
 
 # What comes of the samples, and the same from gradients in memory.
 KEY = jax.random.key(0)
@@ -87,7 +87,7 @@ def test_by_what_all_samples_share_it_is_right_for_every_method(x64, road):
         grads = [jax.vjp(f, c)[1] for f in (ours, theirs)]
         return [jnp.stack([grad(factor)[0] for factor in factors]) for grad in grads]
 
-    got, expected = quick_jit(both)(c)
+    got, expected = jax.jit(both)(c)
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -117,7 +117,7 @@ def test_generated_programs_by_a_scale_of_their_parameters(program: Program):
             return found, expected, theirs(c)["norms"]
 
         try:
-            got, expected, squares = quick_jit(both)(scales)
+            got, expected, squares = jax.jit(both)(scales)
         except NotImplementedError:
             return  # a loop of unknown length, or a rule that refuses
         if np.min(squares) > 1e-12:
@@ -147,7 +147,7 @@ def test_by_parameters_that_come_in_beside_it_is_refused_or_right(x64):
         rows = jax.vmap(jax.grad(loss), (None, 0))({"w": params["w"], "b": params["b"]}, x)
         return of_rows(rows, params, "norms").sum()
 
-    got, expected = quick_jit(lambda v: (jax.grad(ours)(v), jax.grad(theirs)(v)))(params["v"])
+    got, expected = jax.jit(lambda v: (jax.grad(ours)(v), jax.grad(theirs)(v)))(params["v"])
     assert_equal(got, expected, 1e-9)
 
 
@@ -158,9 +158,9 @@ def test_by_weights_bounds_and_directions_it_is_right(x64):
     total = lambda w: scalar(samples.weighted_sum(w))
     expected = lambda w: scalar(jax.tree.map(lambda g: jnp.tensordot(w, g, 1), rows))
     w = jnp.array([0.5, -1.0, 2.0])
-    got = quick_jit(lambda w, d: (jax.grad(total)(w), jax.grad(lambda d: samples.dots(d)[1])(d)))
+    got = jax.jit(lambda w, d: (jax.grad(total)(w), jax.grad(lambda d: samples.dots(d)[1])(d)))
     second = jax.tree.map(lambda g: g[1], rows)
-    assert_equal(got(w, params), (quick_jit(jax.grad(expected))(w), second), 1e-10)
+    assert_equal(got(w, params), (jax.jit(jax.grad(expected))(w), second), 1e-10)
 
 
 def test_in_a_loop_that_is_differentiated_it_is_refused(x64):

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import funcgrad as fg
 from conftest import DEEP, PROGRAMS
 from programs import Program, programs
-from test_per_sample import quick_jit
 
 
 def net(params, x, y):
@@ -29,7 +28,7 @@ def make_net(n=5, seed=0, dtype=jnp.float32):
 
 
 def loop(loss, params, *batch):
-    one = quick_jit(jax.grad(loss))
+    one = jax.jit(jax.grad(loss))
     rows = [one(params, *sample) for sample in zip(*batch, strict=True)]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
@@ -46,8 +45,8 @@ def assert_close(got, expected, rtol=1e-5, atol=1e-6):
 def test_generated_programs_equal_the_loop(program: Program):
     with jax.enable_x64(True):
         params, batch = program.params(np.float64), program.inputs(np.float64, batch=3)
-        out = quick_jit(fg.per_sample_grads(program.loss, chunk_size=2))(params, *batch)
-        one = quick_jit(jax.value_and_grad(program.loss))
+        out = jax.jit(fg.per_sample_grads(program.loss, chunk_size=2))(params, *batch)
+        one = jax.jit(jax.value_and_grad(program.loss))
         for i in range(3):
             value, grads = one(params, batch[0][i], batch[1][i])
             assert_close(jax.tree.map(lambda g, i=i: g[i], out.grads), grads, 1e-10, 1e-10)
@@ -58,7 +57,7 @@ def test_any_chunk_size_gives_the_same_rows():
     params, x, y = make_net()
     rows = loop(net, params, x, y)
     for chunk_size in (1, 2, 3, 4, 5, 99) if DEEP else (1, 3, 5, 99):
-        out = quick_jit(fg.per_sample_grads(net, chunk_size=chunk_size))(params, x, y)
+        out = jax.jit(fg.per_sample_grads(net, chunk_size=chunk_size))(params, x, y)
         assert_close(out.grads, rows)
 
 
@@ -227,7 +226,7 @@ def test_inside_shard_map_each_device_has_the_rows_of_its_own_samples(check_vma,
         lambda p, x, y: fg.per_sample_grads(net, chunk_size=chunk_size)(p, x, y).grads,
         mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data"), check_vma=check_vma,
     )  # fmt: skip
-    assert_close(quick_jit(rows)(params, x, y), loop(net, params, x, y))
+    assert_close(jax.jit(rows)(params, x, y), loop(net, params, x, y))
 
 
 def test_one_samples_bad_numbers_stay_in_its_row():
@@ -242,7 +241,7 @@ def test_one_samples_bad_numbers_stay_in_its_row():
 
     k, x = jnp.ones((3, 1, 4)), jnp.ones((4, 5, 2))
     rows = fg.per_sample_grads(loss, has_aux=True)
-    run = quick_jit(rows)
+    run = jax.jit(rows)
     right = run(k, x)
     for bad in (np.nan, np.inf):
         found = run(k, x.at[2].set(bad))
@@ -252,7 +251,7 @@ def test_one_samples_bad_numbers_stay_in_its_row():
     # And they may still be differentiated.
     ours = lambda x: jnp.sum(jnp.sin(rows(k, x).grads))
     by_hand = lambda x: sum(jnp.sum(jnp.sin(jax.grad(loss, has_aux=True)(k, row)[0])) for row in x)
-    got, expected = quick_jit(lambda x: (jax.grad(ours)(x), jax.grad(by_hand)(x)))(x)
+    got, expected = jax.jit(lambda x: (jax.grad(ours)(x), jax.grad(by_hand)(x)))(x)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -278,8 +277,8 @@ def test_a_gradient_of_a_norm_of_per_sample_gradients_is_the_hand_made_one():
         rows = [jax.grad(net)(p, *sample) for sample in zip(x, y, strict=True)]
         return penalty(rows)
 
-    ours = quick_jit(jax.grad(lambda p: penalty(fg.per_sample_grads(net)(p, x, y).grads)))(params)
-    assert_close(ours, quick_jit(jax.grad(hand))(params), rtol=1e-4)
+    ours = jax.jit(jax.grad(lambda p: penalty(fg.per_sample_grads(net)(p, x, y).grads)))(params)
+    assert_close(ours(jax.grad(hand))(params), rtol=1e-4)
 
 
 @pytest.mark.torch

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
 from conftest import DEEP
-from test_per_sample import assert_equal, draw, loop, quick_jit
+from test_per_sample import assert_equal, draw, loop
 from test_per_sample_cases import bumpy
 
 
@@ -136,7 +136,7 @@ SOME = ["twice", "layers", "recurrent", "branches", "custom_vjp", "weight norm",
 
 def test_the_clipped_sum_of_kept_and_other_leaves_is_that_of_a_loop(x64):
     loss, params, x, t = make(CASES if DEEP else SOME)
-    got = quick_jit(lambda *args: fg.per_sample(loss)(*args).clipped_sum(2.0))(params, x, t)
+    got = jax.jit(lambda *args: fg.per_sample(loss)(*args).clipped_sum(2.0))(params, x, t)
     assert_equal(got, clipped(loop(loss, params, x, t), 2.0), 1e-10)
 
 
@@ -148,7 +148,7 @@ def test_bounds_by_leaf_masks_chunks_and_frozen_leaves_leave_kept_gradients_righ
     rows, mask = loop(loss, params, x, t), np.array([True, False, True, True, True])
     each = {"tied": 0.5, "large": 2.0, "dense": 3.0}
     options = {"max_norm": each, "chunk_size": 2, "frozen": "dense", "mean_over": 2}
-    grads = quick_jit(fg.clipped_grad(loss, **options))(params, x, t, mask=mask).grads
+    grads = jax.jit(fg.clipped_grad(loss, **options))(params, x, t, mask=mask).grads
     assert grads.pop("dense") is None
     rows.pop("dense")
     assert_equal(grads, jax.tree.map(lambda g: g / 2, clipped(rows, each, mask)), 1e-10)
@@ -196,20 +196,20 @@ def test_a_sample_that_is_not_finite_in_one_leaf_is_left_out_of_all(bounds):
         x[i, 1:] *= a if np.isfinite(a) else 1
         y[i, 0, 1:] *= b if np.isfinite(b) else 1
     assert {k for k, size in kept(loss, params, x, y).items() if size} == {"kept"}
-    run = quick_jit(fg.clipped_grad(loss, max_norm=bounds))
+    run = jax.jit(fg.clipped_grad(loss, max_norm=bounds))
     finite = np.isfinite(scale).all(1)
     with np.errstate(invalid="ignore"):
         rows = {
             "kept": np.einsum("nti,j->nij", x.astype(float), np.arange(1.0, 7)),
             "factored": np.einsum("nti,j->nij", y.astype(float), np.ones(9)),
         }
-        rows = jax.tree.map(lambda g: np.where(finite[:, None, None], g, 0), rows)
+        rows = {k: np.where(finite.reshape(-1, 1, 1), g, 0) for k, g in rows.items()}
     for mask in (np.ones(12, bool), np.arange(12) % 2 == 0, np.zeros(12, bool), finite):
         out = run(params, x, y, mask=mask)
         assert_equal(out.grads, clipped(rows, bounds, mask & finite), 1e-5)
         assert out.nonfinite == np.sum(mask & ~finite)
     if isinstance(bounds, float):
-        plain = quick_jit(lambda *args: fg.per_sample(loss)(*args).clipped_sum(bounds))
+        plain = jax.jit(lambda *args: fg.per_sample(loss)(*args).clipped_sum(bounds))
         # What is too large to square has no norm there.
         counts = finite & (scale < 1e20).all(1)
         assert_equal(plain(params, x, y), clipped(rows, bounds, counts), 1e-5)
@@ -222,7 +222,7 @@ def test_norms_of_kept_gradients_of_short_floats_are_in_float32(dtype):
     w, x = jnp.ones((66, 66), dtype), jnp.full((3, 33, 66), 75.0, dtype)
     samples = fg.per_sample(loss)(w, x)
     assert samples.explain()[0].kept == 66 * 66 * 4
-    out = quick_jit(fg.clipped_grad(loss, max_norm=1.0))(w, x)
+    out = jax.jit(fg.clipped_grad(loss, max_norm=1.0))(w, x)
     np.testing.assert_allclose(out.norms, 2475 * 66, rtol=1e-6)
     np.testing.assert_allclose(out.grads, 3 / 66, rtol=1e-4)
     np.testing.assert_allclose(samples.clipped_sum(1.0), 3 / 66, rtol=1e-6)
@@ -250,7 +250,7 @@ def test_an_empty_batch_and_one_sample():
     rows = loop(loss, params, x)
     for n in (0, 1):
         rows_of_some = jax.tree.map(lambda g, n=n: g[:n], rows)
-        for got in quick_jit(both(loss))(params, x[:n]):
+        for got in jax.jit(both(loss))(params, x[:n]):
             assert_equal(got, clipped(rows_of_some, 1.0), 1e-5)
 
 
@@ -259,10 +259,10 @@ def test_vmap_around_and_scan_around():
     expected = [clipped(loop(loss, params, part), 1.0) for part in (x, 2 * x)]
     expected = jax.tree.map(lambda *a: np.stack(a), *expected)
     both_batches = jnp.stack([x, 2 * x])
-    for got in quick_jit(jax.vmap(both(loss), (None, 0)))(params, both_batches):
+    for got in jax.jit(jax.vmap(both(loss), (None, 0)))(params, both_batches):
         assert_equal(got, expected, 1e-5)
     one = lambda p, x: fg.clipped_grad(loss, max_norm=1.0)(p, x).grads
-    scanned = quick_jit(lambda p, xs: lax.map(lambda x: one(p, x), xs))
+    scanned = jax.jit(lambda p, xs: lax.map(lambda x: one(p, x), xs))
     assert_equal(scanned(params, both_batches), expected, 1e-5)
 
 
@@ -274,7 +274,7 @@ def test_arrays_spread_over_devices(kind):
     put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
         spread = put(params, P(None, "model") if kind == AxisType.Auto else P())
-        for got in quick_jit(both(loss))(spread, put(x, P("data"))):
+        for got in jax.jit(both(loss))(spread, put(x, P("data"))):
             assert_equal(got, expected, 1e-5)
 
 
@@ -283,5 +283,5 @@ def test_inside_shard_map_each_device_clips_its_own():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     local = lambda p, x: lax.psum(both(loss)(p, x), "data")
     run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    for got in quick_jit(run)(params, x):
+    for got in jax.jit(run)(params, x):
         assert_equal(got, clipped(loop(loss, params, x), 1.0), 1e-5)

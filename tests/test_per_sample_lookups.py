@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
 from test_clipped_grad import flat, hostile_rows
-from test_per_sample import assert_equal, draw, quick_jit
+from test_per_sample import assert_equal, draw
 
 TABLE, N = (50, 3), 8
 
@@ -34,7 +34,7 @@ def inputs(copies=1):
 
 
 def clipped(loss, chunk_size, **options):
-    return quick_jit(fg.clipped_grad(loss, max_norm=0.7, chunk_size=chunk_size, **options))
+    return jax.jit(fg.clipped_grad(loss, max_norm=0.7, chunk_size=chunk_size, **options))
 
 
 @pytest.mark.parametrize("mode", ["fill", "clip"])
@@ -158,7 +158,7 @@ def test_inside_shard_map_and_in_chunks(check_vma):
         lambda *a: lax.psum(ours(*a).grads, "data"),
         mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=check_vma,
     )  # fmt: skip
-    total = quick_jit(run)(params, ids, x)
+    total = jax.jit(run)(params, ids, x)
     assert_equal(total, clipped(looked_up, None)(params, ids, x).grads, 1e-5)
 
 

@@ -20,9 +20,6 @@ from conftest import PROGRAMS
 from funcgrad._per_sample._sample_axis import SampleMixingError, per_sample_loss
 from programs import ROWS, WIDTH, programs
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 B = 8
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 

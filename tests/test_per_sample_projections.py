@@ -12,7 +12,7 @@ import funcgrad as fg
 from conftest import DEEP, PROGRAMS
 from funcgrad._per_sample import _products, _projections
 from programs import Program, programs
-from test_per_sample import draw, loop, quick_jit, two_layer_inputs, two_layers
+from test_per_sample import draw, loop, two_layer_inputs, two_layers
 from test_per_sample_cases import bumpy
 
 KEY = jax.random.key(3)
@@ -51,26 +51,6 @@ def both_ways(monkeypatch):
             yield fun(*args)
 
     return run
-
-
-def hashed_axes(key, leaf, dim):
-    """Offsets and signs by a few multiplications of the positions with the leaf's key."""
-    one, two = jax.random.key_data(key)
-    sizes = [*leaf.shape, 2] if jnp.iscomplexobj(leaf) else list(leaf.shape) or [1]
-    found = []
-    for axis, size in enumerate(sizes):
-        bits = (jnp.arange(size, dtype=jnp.uint32) + 101 * axis + 1) * (one | 1)
-        bits = (bits ^ (bits >> 15)) * (two | 1)
-        bits ^= bits >> 13
-        offsets, signs = (bits >> 1) % jnp.uint32(dim), bits & 1
-        found.append((offsets.astype(jnp.int32), 2 * signs.astype(jnp.int32) - 1))
-    return found
-
-
-@pytest.fixture
-def hashed(monkeypatch):
-    """The same sketch without random draws, whose compilation costs ten times all the rest."""
-    monkeypatch.setattr(_projections, "_leaf_axes", hashed_axes)
 
 
 def convolved(x, k, strides=(2, 1), **options):
@@ -167,7 +147,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_projection_is_one_matrix_times_the_gradient_and_products_are_theirs(
-    x64, case, both_ways, hashed, monkeypatch
+    x64, case, both_ways, monkeypatch
 ):
     loss, params, batch = CASES[case]()
     if case not in ("layers and a bias", "numbers"):
@@ -180,7 +160,7 @@ def test_a_projection_is_one_matrix_times_the_gradient_and_products_are_theirs(
         projected = list(both_ways(lambda: mine.project(KEY, 32)))
         return projected, matrix(params), mine.gram(), mine.gram(theirs)
 
-    projected, sketch, *products = quick_jit(run)(params, batch)
+    projected, sketch, *products = jax.jit(run)(params, batch)
     rows = flatten(loop(loss, params, batch))
     expected = rows @ sketch
     scale = np.max(np.abs(expected))
@@ -213,14 +193,14 @@ def test_products_with_gradients_of_another_loss_or_length(x64, road, other):
         return mine.gram(theirs), theirs.gram(mine)
 
     rows, other_rows = flatten(loop(loss, p, batch)), flatten(loop(other, p, others))
-    got, turned = quick_jit(run)(p, batch, others)
+    got, turned = jax.jit(run)(p, batch, others)
     np.testing.assert_allclose(got, rows @ other_rows.T, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(turned, got.T, rtol=1e-10, atol=1e-12)
 
 
 @settings(max_examples=PROGRAMS if DEEP else PROGRAMS // 12)
 @given(program=programs())
-def test_generated_programs_project_as_their_gradients_do(hashed, program: Program):
+def test_generated_programs_project_as_their_gradients_do(program: Program):
     with jax.enable_x64(True):
         params, batch = program.params(np.float64), program.inputs(np.float64, batch=3)
 
@@ -230,7 +210,7 @@ def test_generated_programs_project_as_their_gradients_do(hashed, program: Progr
             given = fg.per_sample(dot)(params, rows)
             return samples.project(KEY, 16), given.project(KEY, 16)
 
-        got, expected = quick_jit(both)(params, *batch)
+        got, expected = jax.jit(both)(params, *batch)
         scale = max(1, np.max(np.abs(expected)))
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-10 * scale)
 
@@ -248,7 +228,7 @@ def test_the_matrix_does_not_depend_on_road_batch_chunks_or_what_is_frozen(x64, 
         return [*whole, ours(x, road="gram")], cut, frozen, matrix(params, dim=20)
 
     # One program, in which XLA draws the matrix once.
-    whole, cut, frozen, sketch = quick_jit(run)(params, x)
+    whole, cut, frozen, sketch = jax.jit(run)(params, x)
     rows = loop(two_layers, params, x)
     expected = flatten(rows) @ sketch
     for got in whole:
@@ -260,7 +240,7 @@ def test_the_matrix_does_not_depend_on_road_batch_chunks_or_what_is_frozen(x64, 
 
 def test_another_key_is_another_matrix_and_old_keys_do(x64):
     params, x = two_layer_inputs()
-    run = quick_jit(lambda key: fg.per_sample(two_layers)(params, x).project(key, 20))
+    run = jax.jit(lambda key: fg.per_sample(two_layers)(params, x).project(key, 20))
     one, two = (run(jax.random.key(i)) for i in (0, 1))
     assert np.max(np.abs(one - two)) > 0.1
     np.testing.assert_array_equal(run(jax.random.PRNGKey(0)), one)
@@ -275,7 +255,7 @@ def test_inner_products_are_kept_on_average_with_the_variance_that_is_stated(x64
     rows = jax.tree.map(lambda a, b: jnp.stack([a, b]), x, y)
     dim, n_keys = 16, 3000
 
-    @quick_jit
+    @jax.jit
     def products(keys):
         samples = fg.per_sample(dot)(params, rows)
         projected = jax.vmap(lambda key: samples.project(key, dim))(keys)
@@ -293,11 +273,11 @@ def test_a_gradient_of_many_terms_has_the_variance_of_normal_directions(x64):
     params, row = {"w": jnp.zeros((40, 40))}, {"w": draw(0, 1, 40, 40)}
     keys = jax.random.split(jax.random.key(0), 1000)
     run = lambda key: jnp.sum(fg.per_sample(dot)(params, row).project(key, 32) ** 2)
-    squares = np.asarray(quick_jit(jax.vmap(run))(keys)) / np.sum(np.square(row["w"]))
+    squares = np.asarray(jax.jit(jax.vmap(run))(keys)) / np.sum(np.square(row["w"]))
     assert np.isclose(squares.var(), 2 / 32, rtol=0.25)
 
 
-def test_any_number_of_dimensions(x64, both_ways, hashed):
+def test_any_number_of_dimensions(x64, both_ways):
     params, x = two_layer_inputs()
     dims = (1, 7, 1000)
 
@@ -306,7 +286,7 @@ def test_any_number_of_dimensions(x64, both_ways, hashed):
         project = lambda: [samples.project(KEY, dim) for dim in dims]
         return list(both_ways(project)), [matrix(params, dim=dim) for dim in dims]
 
-    projected, sketches = quick_jit(run)(params, x)
+    projected, sketches = jax.jit(run)(params, x)
     rows = flatten(loop(two_layers, params, x))
     for results in projected:
         for dim, got, sketch in zip(dims, results, sketches, strict=True):
@@ -321,16 +301,16 @@ def test_no_dimensions_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_low_precision_is_projected_in_float32(dtype, both_ways, hashed):
+def test_low_precision_is_projected_in_float32(dtype, both_ways):
     params, x = two_layer_inputs(dtype=dtype)
-    samples = quick_jit(fg.per_sample(two_layers, road="gram"))(params, x)
+    samples = jax.jit(fg.per_sample(two_layers, road="gram"))(params, x)
     to_float32 = lambda tree: jax.tree.map(lambda a: np.asarray(a, np.float32), tree)
-    rows, wide = to_float32(quick_jit(lambda s: s.materialize())(samples)), to_float32(params)
+    rows, wide = to_float32(jax.jit(lambda s: s.materialize())(samples)), to_float32(params)
 
     def run(samples, rows):
         return list(both_ways(lambda: samples.project(KEY, 32))), of_rows(wide, rows)
 
-    projected, expected = quick_jit(run)(samples, rows)
+    projected, expected = jax.jit(run)(samples, rows)
     for got in projected:
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, expected, atol=1e-5 * float(jnp.max(jnp.abs(got))))
@@ -342,7 +322,7 @@ def test_complex_gradients_keep_the_real_part_of_their_inner_products(x64):
     loss = lambda p, x: jnp.sum(jnp.abs(jnp.sin(x * p["w"]) @ p["z"]) ** 2)
     dim, keys = 16, jax.random.split(jax.random.key(0), 2000)
 
-    @quick_jit
+    @jax.jit
     def ours(params, x):
         samples = fg.per_sample(loss)(params, x)
         return jax.vmap(lambda key: samples.project(key, dim))(keys), samples.gram()
@@ -390,6 +370,6 @@ def test_nbytes_is_what_the_samples_keep_of_the_pass(x64):
     each = 2 * (4 + 5 + 5 + 3) + 5
     for road in ("gram", "materialize"):
         run = fg.per_sample(two_layers, road=road)
-        assert quick_jit(run)(params, x).nbytes == 3 * 8 * each
+        assert jax.jit(run)(params, x).nbytes == 3 * 8 * each
         assert jax.eval_shape(run, params, x).nbytes == 3 * 8 * each
     assert jax.eval_shape(run, params, x[:0]).nbytes == 0

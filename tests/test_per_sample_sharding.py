@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
 from conftest import DEEP
-from test_per_sample import assert_equal, draw, quick_jit
+from test_per_sample import assert_equal, draw
 from test_per_sample_cases import ALL, bumpy
 
 EVERY = {**ALL, "noise_scale": lambda s, p, n: s.noise_scale(), "top": lambda s, p, n: s.top(n)[0]}
@@ -40,13 +40,13 @@ def on(mesh, tree, spec):
 def test_batch_and_parameters_spread_under_jit_give_what_one_device_gives():
     loss, params, x, t = model()
     run = lambda p, x, t: use_all(fg.per_sample(loss, road="gram")(p, x, t), p)
-    expected = jax.device_get(quick_jit(run)(params, x, t))
+    expected = jax.device_get(jax.jit(run)(params, x, t))
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     columns = lambda w: P(None, "model")
     rows = lambda x: P("data")
     spread = on(mesh, params, columns)
     assert not any(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(spread))
-    assert_equal(quick_jit(run)(spread, *on(mesh, (x, t), rows)), expected, 2e-5)
+    assert_equal(jax.jit(run)(spread, *on(mesh, (x, t), rows)), expected, 2e-5)
 
 
 def test_inside_shard_map_every_method_gives_what_the_devices_samples_give():
@@ -59,8 +59,8 @@ def test_inside_shard_map_every_method_gives_what_the_devices_samples_give():
         return jax.tree.map(lambda y: y[None], found)
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data"))
-    got = quick_jit(run)(params, x, t)
-    one = quick_jit(lambda p, x, t: use_all(fg.per_sample(loss, road="gram")(p, x, t), p, names))
+    got = jax.jit(run)(params, x, t)
+    one = jax.jit(lambda p, x, t: use_all(fg.per_sample(loss, road="gram")(p, x, t), p, names))
     halves = [jax.device_get(one(params, x[i : i + 4], t[i : i + 4])) for i in (0, 4)]
     assert_equal(got, jax.tree.map(lambda *a: np.stack(a), *halves), 2e-5)
 
@@ -68,14 +68,14 @@ def test_inside_shard_map_every_method_gives_what_the_devices_samples_give():
 def test_shard_map_around_samples_made_outside():
     loss, params, x, t = model()
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    samples = quick_jit(fg.per_sample(loss, road="gram"))(params, x, t)
+    samples = jax.jit(fg.per_sample(loss, road="gram"))(params, x, t)
     # Their arrays are cut, their number is not: refused rather than counted wrong.
     norms = lambda s: s.norms()
-    run = quick_jit(jax.shard_map(norms, mesh=mesh, in_specs=P(), out_specs=P()))
-    np.testing.assert_allclose(run(samples), quick_jit(norms)(samples), rtol=1e-5)
+    run = jax.jit(jax.shard_map(norms, mesh=mesh, in_specs=P(), out_specs=P()))
+    np.testing.assert_allclose(run(samples)(norms)(samples), rtol=1e-5)
     cut = lambda s: jax.tree.map(lambda y: P("data") if y.shape[:1] == (8,) else P(), s)
     with pytest.raises(ValueError, match="one batch of 8 samples"):
-        quick_jit(jax.shard_map(norms, mesh=mesh, in_specs=(cut(samples),), out_specs=P("data")))(
+        jax.jit(jax.shard_map(norms, mesh=mesh, in_specs=(cut(samples),), out_specs=P("data")))(
             samples
         )
 
@@ -86,7 +86,7 @@ def test_one_sample_is_a_batch_for_every_method(x64, road):
     loss = lambda p, x: bumpy(jnp.tanh(x @ p["w"] + p["b"]) @ p["w"].T)
     x = draw(2, 1, 2, 4)
     names = [name for name in USES if name not in ("noise_scale", "top", "project")]
-    got = quick_jit(lambda p, x: use_all(fg.per_sample(loss, road=road)(p, x), p, names))(params, x)
+    got = jax.jit(lambda p, x: use_all(fg.per_sample(loss, road=road)(p, x), p, names))(params, x)
     row = jax.grad(loss)(params, x[0])
     flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(row)])
     norm = np.linalg.norm(flat)

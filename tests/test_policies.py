@@ -29,9 +29,6 @@ needs_remat3 = pytest.mark.skipif(
 )
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 quickly = functools.partial(jax.jit, compiler_options=unoptimised())
 
 

@@ -70,7 +70,6 @@ def test_torch_packs_leaves_too_and_second_derivatives_go_through_its_hooks(torc
     np.testing.assert_array_equal(theirs(lambda a: a * a, 2), second)
 
 
-@pytest.mark.usefixtures("fast_compiler")
 def test_each_kept_value_is_packed_once_and_others_are_left_alone():
     seen = []
     pack = lambda x: seen.append((x.shape, x.dtype)) or x
@@ -153,7 +152,6 @@ def test_int8_shows_what_is_not_finite_in_long_rows(dtype, x64):
     assert (back[0] == 1).all() and np.isnan(back[1:]).all()
 
 
-@pytest.mark.usefixtures("fast_compiler")
 def test_gradients_are_near_and_the_same_under_transformations():
     @compiled_quickly
     def run(w):
@@ -182,7 +180,6 @@ def test_gradients_are_near_and_the_same_under_transformations():
     np.testing.assert_allclose(value, net(W, X, MASK), rtol=1e-6)
 
 
-@pytest.mark.usefixtures("fast_compiler")
 @given(programs())
 @settings(max_examples=PROGRAMS if DEEP else 2)
 def test_generated_programs_without_a_change_keep_their_gradient(program):
@@ -216,7 +213,6 @@ def test_inside_shard_map(check_vma):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.usefixtures("fast_compiler")
 def test_second_derivatives_go_through_the_pack_or_are_refused():
     fun = lambda a: jnp.sum(jnp.sin(a) ** 3)
     twice = lambda fun: jax.grad(lambda a: jax.grad(fun)(a).sum())
@@ -273,7 +269,6 @@ def test_a_shape_that_changes_is_refused():
         jax.grad(wrong)(A)
 
 
-@pytest.mark.usefixtures("fast_compiler")
 def test_functions_of_every_kind():
     def fun(params, key, train, *, scale=2.0):
         h = odd_tanh(params["w"]) * scale

@@ -20,9 +20,6 @@ from funcgrad import _jaxpr
 from funcgrad._compat import remat3_enabled
 from programs import Program, odd_tanh, programs
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 W = jnp.arange(16.0).reshape(4, 4) / 20 - 0.3
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 

@@ -24,17 +24,8 @@ def close(a, b, tolerance=1e-5):
         assert np.allclose(np.asarray(x), np.asarray(y), tolerance, tolerance, equal_nan=True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _fast_compiler():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def cost(fun, *args):
-    jax.config.update("jax_disable_most_optimizations", False)
     compiled = jax.jit(fun).lower(*args).compile()
-    jax.config.update("jax_disable_most_optimizations", True)
     figures, memory = compiled.cost_analysis(), compiled.memory_analysis()
     return figures["flops"], figures["bytes accessed"], memory.temp_size_in_bytes
 

@@ -18,9 +18,6 @@ from funcgrad._compat import primitives
 from funcgrad._stopping import _marks
 from programs import Program, programs
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 stop = lax.stop_gradient
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 

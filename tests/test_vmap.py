@@ -15,9 +15,6 @@ KEY = jax.random.key(7)
 XS = jnp.arange(30.0).reshape(10, 3)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
-
-
 def leaves_equal(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):

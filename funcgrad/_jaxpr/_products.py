@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from funcgrad._compat import (
-    ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
     is_body,
@@ -66,11 +65,11 @@ def _folded(param: Any) -> Any:
         return found if any(a is not b for a, b in zip(found, param, strict=True)) else param
     if not is_body(param):
         return param
-    jaxpr, consts = open_jaxpr(param)
+    jaxpr = open_jaxpr(param)[0]
     folded = _folded_jaxpr(jaxpr)
     if folded is jaxpr:
         return param
-    return folded if jaxpr is param else ClosedJaxpr(folded, consts)
+    return folded if jaxpr is param else param.replace(jaxpr=folded)
 
 
 def _swaps_sides(product: JaxprEqn, permutation: Sequence[int]) -> bool:

@@ -139,7 +139,7 @@ class ClippedGrad:
             bytes_each = 3 * sum(p.size * wide(p.dtype).itemsize for p in problem.trainable)
         else:
             road = "auto" if self.road == "two_pass" else self.road
-            scheme = make_scheme(problem, params, road)
+            scheme = make_scheme(problem, params, road, keeps=self.road != "two_pass")
             make = two_passes if self.road == "two_pass" else factored
             step, bytes_each = make(problem, bounds, scheme), scheme.bytes_each
         if self.chunk_size == "auto":

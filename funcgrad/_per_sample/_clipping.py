@@ -13,6 +13,7 @@ from jax import lax
 
 from funcgrad import _jaxpr
 from funcgrad._compat import gathered, make_varying, varying_axes
+from funcgrad._per_sample._factors import Squares
 from funcgrad._per_sample._lookups import Rows, add_rows, weighted_rows
 from funcgrad._per_sample._per_sample import backward
 from funcgrad._per_sample._records import Formed, Records, Scheme
@@ -134,7 +135,8 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
     """The gradients of the chunk as factors.
 
     Where squares or products of terms cannot hold a norm (entries that are not finite or
-    whose squares overflow, terms that cancel) a branch takes the norms from the gradients.
+    whose squares overflow or underflow, terms that cancel) a branch takes the norms from the
+    gradients.
     """
 
     def step(sums: Any, chunk: Any) -> tuple[Any, Chunk]:
@@ -142,11 +144,15 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         samples = backward(problem, scheme, mapped)
         records = samples._records
         formed = records.formed()
-        squares, masses = records.fast_squares(formed)
-        fast = (*_norms(squares, masses, records, bounds), jnp.ones_like(mask))
-        trouble = ~jnp.isfinite(sum(squares, jnp.zeros((), records.dtype)))
-        for square, mass in zip(squares, masses, strict=True):
-            trouble |= has_lost_digits(square, mass)
+        squares = records.fast_squares(formed)
+        *fast, flushed = _norms(squares, records, bounds)
+        fast = (*fast, jnp.ones_like(mask))
+        trouble = ~jnp.isfinite(_sum([square.value for square in squares], records))
+        for square in squares:
+            trouble |= has_lost_digits(square)
+        for k, left_out in enumerate(flushed):
+            # Where what underflow may have left out is something beside the bound.
+            trouble |= left_out > float(jnp.finfo(left_out.dtype).eps) * bounds.values[k] ** 2
         axes = varying_axes((fast, mask, trouble))
         norms, most, finite = lax.cond(
             jnp.any(trouble & mask),
@@ -197,9 +203,9 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         mapped, mask = chunk
         samples = backward(problem, scheme, mapped, slots)
         records = samples._records
-        squares, masses = records.fast_squares()
-        norms, most = _norms(squares, masses, records, bounds)
-        finite = jnp.isfinite(sum(squares, jnp.zeros((), records.dtype)))
+        squares = records.fast_squares()
+        norms, most, _ = _norms(squares, records, bounds)
+        finite = jnp.isfinite(_sum([square.value for square in squares], records))
         # A sample that does not count is replaced: zero times its NaN would be NaN.
         counts = mask & finite
         stand_in = jnp.argmax(counts)
@@ -230,21 +236,25 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
 
 
 def _norms(
-    squares: list[Any], masses: list[Any], records: Records, bounds: Bounds
-) -> tuple[list[Any], list[Any]]:
-    """For each group the norms, and the most that they may be."""
-    norms, most = [], []
+    squares: list[Squares], records: Records, bounds: Bounds
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """For each group the norms, the most that they may be, and what underflow may leave out."""
+    norms, most, flushed = [], [], []
     for k in range(len(bounds.values)):
-        index = bounds.index(k)
-        zero = jnp.zeros(records.scheme.n_samples, records.dtype)
-        total = sum((squares[i] for i in index), zero)
-        mass = sum((masses[i] for i in index), zero)
+        mine = [squares[i] for i in bounds.index(k)]
+        total = _sum([square.value for square in mine], records)
+        mass = _sum([square.mass for square in mine], records)
+        flushed.append(_sum([square.flushed for square in mine], records))
         # Activations may be wider than the parameters, whose precision norms have.
         norms.append(jnp.sqrt(total).astype(records.dtype))
-        # What products of terms may have lost is counted as if it were there.
-        lost = 8 * float(jnp.finfo(total.dtype).eps) * mass
+        # What products of terms and underflow may have lost is counted as if it were there.
+        lost = 8 * float(jnp.finfo(total.dtype).eps) * mass + flushed[-1]
         most.append(jnp.sqrt(jnp.maximum(total, 0) + lost).astype(records.dtype))
-    return norms, most
+    return norms, most, flushed
+
+
+def _sum(terms: list[Any], records: Records) -> Any:
+    return sum(terms, jnp.zeros(records.scheme.n_samples, records.dtype))
 
 
 def _norms_of_rows(records: Records, bounds: Bounds, formed: Formed) -> Any:

@@ -7,7 +7,7 @@ the gradient sums over (tokens, positions in the image, steps of a loop).
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -261,26 +261,45 @@ def _grams(f: Factors) -> tuple[Any, Any]:
     return jnp.einsum("...ti,...si->...ts", f.left, f.left, precision=EXACT), right
 
 
-def squared_norms(f: Factors, gram: bool) -> tuple[Any, Any]:
-    """The squared norm of each sample's gradient, and the mass that cancelled to make it.
+class Squares(NamedTuple):
+    """Squared norms of samples, and what they may be off by."""
 
-    The mass is the sum of the squared norms of the terms: rounding is about the working
-    precision times it, so a norm much below it has lost its digits.
-    """
-    f, terms = f.widened(), f.sizes[1]
+    value: Any
+    mass: Any
+    """The sum of the squared norms of the terms, which cancelled to make the norm: rounding is
+    about the working precision times it, so a norm much below it has lost its digits."""
+    flushed: Any
+    """The most that underflow may have left out: squares of small entries are 0."""
+
+
+def squared_norms(f: Factors, gram: bool) -> Squares:
+    """The squared norm of each sample's gradient."""
+    f = f.widened()
+    blocks, terms, n_rows, n_columns = f.sizes
+    tiny = float(jnp.finfo(f.right.dtype).tiny)
     if terms == 1:
         # In the shape in which the norm of a bias beside it is taken, to be one with it.
         flat = lambda x: jnp.square(x.squeeze([d for d in range(1, x.ndim - 1) if x.shape[d] == 1]))
-        left_sq = (f.left[:, 0] >= 0) if f.is_rows else flat(f.left).sum(-1)
-        value = _totals(left_sq * flat(f.right).sum(-1))
-        return value, jnp.zeros_like(value)
+        right_sq = flat(f.right).sum(-1)
+        left_sq = (f.left[:, 0] >= 0).astype(right_sq.dtype) if f.is_rows else flat(f.left).sum(-1)
+        value = _totals(left_sq * right_sq)
+        flushed = tiny * _totals(n_rows * right_sq + n_columns * left_sq + 1)
+        return Squares(value, jnp.zeros_like(value), flushed)
     if gram or f.is_rows:
         a, b = _grams(f)
-        own = jnp.diagonal(a, axis1=-2, axis2=-1) * jnp.diagonal(b, axis1=-2, axis2=-1)
-        return _totals(a * b), _totals(own)
+        of_a, of_b = (jnp.diagonal(x, axis1=-2, axis2=-1) for x in (a, b))
+        # An entry of a Gram matrix is at most the root of its two on the diagonal.
+        flushed = terms * tiny * _totals(n_rows * of_b + n_columns * of_a + terms)
+        return Squares(_totals(a * b), _totals(of_a * of_b), flushed)
     grad = jnp.einsum("...ti,...tj->...ij", f.left, f.right, precision=EXACT)
-    value = _totals(jnp.square(grad))
-    return value, jnp.zeros_like(value)
+    return squares_of(grad)
+
+
+def squares_of(gradients: Any) -> Squares:
+    """The squared norm of each gradient in memory, (batch, ...)."""
+    value = _totals(jnp.square(jnp.abs(gradients) if jnp.iscomplexobj(gradients) else gradients))
+    tiny = float(jnp.finfo(value.dtype).tiny) * math.prod(gradients.shape[1:])
+    return Squares(value, jnp.zeros_like(value), jnp.full_like(value, tiny))
 
 
 def _totals(x: Any) -> Any:

@@ -85,8 +85,8 @@ def per_sample(
     return run
 
 
-def make_scheme(problem: Problem, params: Any, road: Road) -> Scheme:
-    """Read a prepared loss: its sites, and the road of each leaf."""
+def make_scheme(problem: Problem, params: Any, road: Road, *, keeps: bool = True) -> Scheme:
+    """Read a prepared loss: its sites, and the road of each leaf; ``keeps`` as ``kept`` there."""
     jaxpr, n_leaves = problem.traced.jaxpr, len(problem.trainable)
     level = plan(jaxpr, n_leaves, _SMALL if road == "auto" else 0)
     sites = tuple(level.all_sites())
@@ -97,10 +97,13 @@ def make_scheme(problem: Problem, params: Any, road: Road) -> Scheme:
         if not frozen
     ]
     avals = [var.aval for var in open_jaxpr(jaxpr)[0].invars[:n_leaves]]
+    roads = leaf_roads(sites, avals, names, road)
+    if not keeps:
+        roads = tuple(dataclasses.replace(road, kept=0) for road in roads)
     return Scheme(
         level=dataclasses.replace(level, consts=()),  # they may be tracers: not for keeping
         sites=sites,
-        roads=leaf_roads(sites, avals, names, road),
+        roads=roads,
         n_samples=problem.batch.size,
         like_params=problem.like_params,
         is_frozen=tuple(problem.is_frozen),

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from funcgrad._compat import gathered
@@ -89,12 +90,13 @@ def project(records: Records, key: Any, dim: int) -> Any:
 def _leaf_axes(key: Any, leaf: Any, dim: int) -> list[Axis]:
     """Offsets and signs for each axis of a leaf; a complex one has an axis for its two parts."""
     sizes = [*leaf.shape, 2] if jnp.iscomplexobj(leaf) else list(leaf.shape) or [1]
-    found = []
-    for size, axis_key in zip(sizes, jax.random.split(key, len(sizes)), strict=True):
-        to, sign = jax.random.split(axis_key)
-        signs = jax.random.rademacher(sign, (size,), jnp.int32)
-        found.append((jax.random.randint(to, (size,), 0, dim, jnp.int32), signs))
-    return found
+    # One draw for all: each takes long to compile. Of its 31 other bits the rest by ``dim`` is
+    # as good as uniform.
+    bits = jax.random.bits(key, (sum(sizes),), jnp.uint32)
+    signs = 2 * (bits & 1).astype(jnp.int32) - 1
+    offsets = ((bits >> 1) % jnp.uint32(dim)).astype(jnp.int32)
+    ends = np.cumsum(sizes)[:-1]
+    return list(zip(jnp.split(offsets, ends), jnp.split(signs, ends), strict=True))
 
 
 def _split(records: Records) -> tuple[list[int], list[int]]:

@@ -12,7 +12,7 @@ from jax import lax
 
 from funcgrad._compat import gathered, is_split, make_varying, primitives, varying_axes
 from funcgrad._per_sample import _linear
-from funcgrad._per_sample._factors import EXACT
+from funcgrad._per_sample._factors import EXACT, Squares, squares_of
 from funcgrad._per_sample._plan import Level, Site
 from funcgrad._per_sample._roads import (
     LeafRoad,
@@ -66,8 +66,8 @@ def _scaled(x: Any, weights: Any, kept: Any, axis: int) -> Any:
 
 
 @functools.partial(jax.jit, inline=True)
-def _any_lost(squares: Any, mass: Any) -> Any:
-    return jnp.any(has_lost_digits(squares, mass))
+def _any_lost(squares: Squares) -> Any:
+    return jnp.any(has_lost_digits(squares))
 
 
 def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any) -> dict[int, Any]:
@@ -284,46 +284,42 @@ class Records:
 
     def squares(self, formed: Formed = _NONE) -> list[Any]:
         """Each sample's squared norm of each trainable leaf; exact where digits were lost."""
-        squares, masses = self.fast_squares(formed)
+        found = self.fast_squares(formed)
+        squares = [square.value for square in found]
         roads = enumerate(self.scheme.roads)
         fragile = [i for i, road in roads if road.is_fragile and i not in formed]
         if not fragile or not self.scheme.n_samples:
             return squares
-        lost = [_any_lost(squares[i], masses[i]) for i in fragile]
+        lost = [_any_lost(found[i]) for i in fragile]
         again = lax.cond(
             jnp.stack(lost).any(),
-            lambda: self.exact_squares(fragile),
+            lambda: [square.value.astype(self.dtype) for square in self.exact_squares(fragile)],
             lambda: gathered([squares[i].astype(self.dtype) for i in fragile]),
         )
         for i, square in zip(fragile, again, strict=True):
             squares[i] = square
         return squares
 
-    def fast_squares(self, formed: Formed = _NONE) -> tuple[list[Any], list[Any]]:
-        """The squared norms by each leaf's road, and the mass that cancelled to make them."""
+    def fast_squares(self, formed: Formed = _NONE) -> list[Squares]:
+        """The squared norms by each leaf's road; of those that are ``formed`` from these."""
         roads, n = self.scheme.roads, self.scheme.n_samples
         exact = [i for i, road in enumerate(roads) if road.parts is None and i not in formed]
         found = dict(zip(exact, self.exact_squares(exact), strict=True))
-        for i, rows in formed.items():
-            square = jnp.square(jnp.abs(rows) if jnp.iscomplexobj(rows) else rows)
-            found[i] = square.sum(tuple(range(1, rows.ndim))).astype(self.dtype)
+        found |= {i: squares_of(rows) for i, rows in formed.items()}
         records = list(zip(self.operands, self.cotangents, strict=True))
-        pairs = [
-            (found[i], jnp.zeros_like(found[i]))
-            if i in found
-            else leaf_squares(road, self.scheme.sites, records, n)
+        return [
+            found[i] if i in found else leaf_squares(road, self.scheme.sites, records, n)
             for i, road in enumerate(roads)
         ]
-        return [square for square, _ in pairs], [mass for _, mass in pairs]
 
-    def exact_squares(self, index: Sequence[int]) -> list[Any]:
+    def exact_squares(self, index: Sequence[int]) -> list[Squares]:
         """From the gradients themselves, some samples at a time."""
-        dtype = self.dtype
         if not index or not self.scheme.n_samples:
-            return [jnp.zeros(0, dtype) for _ in index]
+            return [Squares(*[jnp.zeros(0, self.dtype)] * 3) for _ in index]
 
-        def one(sample: Any, _: Any) -> list[Any]:
-            return [jnp.sum(jnp.square(jnp.abs(r))).astype(dtype) for r in self.row(sample, index)]
+        def one(sample: Any, _: Any) -> list[Squares]:
+            rows = self.row(sample, index)
+            return [Squares(*(x[0] for x in squares_of(row[None]))) for row in rows]
 
         return self.for_each(one, index, self.row_bytes(index))
 

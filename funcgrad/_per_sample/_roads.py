@@ -14,11 +14,13 @@ from jax import lax
 from funcgrad._compat import gathered
 from funcgrad._per_sample._factors import (
     Factors,
+    Squares,
     factors,
     is_tied,
     join,
     rows_times_dense,
     squared_norms,
+    squares_of,
 )
 from funcgrad._per_sample._forms import Form, by_form
 from funcgrad._per_sample._plan import Site
@@ -252,7 +254,7 @@ def _part(group: list[int], sites: Sequence[Site], road: Road) -> Part | str:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["gram"])
 @dataclasses.dataclass(frozen=True)
 class NormSlot:
-    """A site's slot whose cotangent is its squared norm and mass, (*loops, 2)."""
+    """A site's slot whose cotangent is its ``Squares``, (*loops, 3)."""
 
     value: Any
     gram: bool
@@ -270,25 +272,24 @@ def norm_slots(roads: Sequence[LeafRoad], sites: Sequence[Site]) -> dict[int, No
                 continue
             site = sites[part.dense[0]]
             if all(site.stacked):
-                zeros = jnp.zeros((*site.lengths, 2), wide(site.output.dtype))
+                zeros = jnp.zeros((*site.lengths, 3), wide(site.output.dtype))
                 found[part.dense[0]] = NormSlot(zeros, part.gram)
     return found
 
 
 @by_form
 def site_norm(site: Site, operand: Any, cotangent: Any, *, gram: bool) -> Any:
-    """The squared norm and mass at a site of one sample, in one iteration of its loops."""
+    """The ``Squares`` at a site of one sample, in one iteration of its loops."""
     here = dataclasses.replace(site, lengths=(), stacked=())
     f = factors(here, operand[None], cotangent[None])
     assert f is not None
-    value, mass = squared_norms(f, gram)
-    return jnp.concatenate([value, mass]) * _layout(site).scale ** 2
+    return jnp.concatenate(squared_norms(f, gram)) * _layout(site).scale ** 2
 
 
 def leaf_squares(
     road: LeafRoad, sites: Sequence[Site], records: Sequence[Any], n_samples: int
-) -> tuple[Any, Any]:
-    """Each sample's squared norm of a leaf, and the mass that cancelled to make it.
+) -> Squares:
+    """Each sample's squared norm of a leaf.
 
     The sample axis of a site's record is behind those of its loops.
     """
@@ -313,42 +314,38 @@ def leaf_squares(
 @by_form
 def _squares(
     sites: tuple[Site, ...], records: Any, *, parts: tuple[Part, ...], n_samples: int
-) -> tuple[Any, Any]:
+) -> Squares:
     dtype = functools.reduce(
         np.promote_types, [wide(site.output.dtype) for site in sites], np.dtype(np.float32)
     )
     dtype = jnp.finfo(dtype).dtype
-    total, mass = jnp.zeros(n_samples, dtype), jnp.zeros(n_samples, dtype)
+    total = Squares(*[jnp.zeros(n_samples, dtype)] * 3)
     for part in parts:
         if part.is_value:
             (k,) = part.dense
-            g = records[k][1]
-            g = g.astype(wide(g.dtype))
-            square = jnp.square(jnp.abs(g) if jnp.iscomplexobj(g) else g)
-            square = square.sum(tuple(range(1, square.ndim)))
-            total = total + square * _layout(sites[k]).scale ** 2
+            g, scale = records[k][1], abs(_layout(sites[k]).scale) ** 2
+            found = Squares(*(x * scale for x in squares_of(g.astype(wide(g.dtype)))))
+        elif not n_samples:
             continue
-        if not n_samples:
-            continue
-        if len(part.dense) == 1 and isinstance(records[part.dense[0]][1], NormSlot):
-            found = records[part.dense[0]][1].value
-            found = found.sum(tuple(range(found.ndim - 2)))
-            total, mass = total + found[:, 0], mass + found[:, 1]
-            continue
-        mine = {k: records[k] for k in (*part.rows, *part.dense)}
+        elif len(part.dense) == 1 and isinstance(records[part.dense[0]][1], NormSlot):
+            stacked = records[part.dense[0]][1].value
+            found = Squares(*stacked.sum(tuple(range(stacked.ndim - 2))).T)
+        else:
+            mine = {k: records[k] for k in (*part.rows, *part.dense)}
+            axes = {k: jax.tree.map(lambda _, k=k: len(sites[k].lengths), mine[k]) for k in mine}
+            some = functools.partial(_squares_of_part, part, sites)
+            found = map_samples(some, mine, axes, n_samples, _part_bytes(part, sites))
+        total = Squares(*(a + b for a, b in zip(total, found, strict=True)))
+    return total
 
-        def some(mine: Any, part: Part = part) -> Any:
-            rows, dense = _joined(part.rows, sites, mine), _joined(part.dense, sites, mine)
-            squares = [squared_norms(x, part.gram) for x in (rows, dense) if x is not None]
-            value, mass = (sum(column) for column in zip(*squares, strict=True))
-            if rows is not None and dense is not None:
-                value = value + 2 * jax.vmap(rows_times_dense)(rows, dense)
-            return value, mass
 
-        axes = {k: jax.tree.map(lambda _, k=k: len(sites[k].lengths), mine[k]) for k in mine}
-        value, lost = map_samples(some, mine, axes, n_samples, _part_bytes(part, sites))
-        total, mass = total + value, mass + lost
-    return total, mass
+def _squares_of_part(part: Part, sites: tuple[Site, ...], records: Any) -> Squares:
+    rows, dense = _joined(part.rows, sites, records), _joined(part.dense, sites, records)
+    squares = [squared_norms(x, part.gram) for x in (rows, dense) if x is not None]
+    total = Squares(*(sum(column) for column in zip(*squares, strict=True)))
+    if rows is not None and dense is not None:
+        total = total._replace(value=total.value + 2 * jax.vmap(rows_times_dense)(rows, dense))
+    return total
 
 
 def single_terms(road: LeafRoad, sites: Sequence[Site], sample: Any) -> list[Any]:
@@ -372,9 +369,9 @@ def single_terms(road: LeafRoad, sites: Sequence[Site], sample: Any) -> list[Any
     return found
 
 
-def has_lost_digits(squares: Any, mass: Any) -> Any:
+def has_lost_digits(squares: Squares) -> Any:
     """Where a squared norm is so far below what cancelled to make it that few digits hold."""
-    return squares < _LOST * float(jnp.finfo(squares.dtype).eps) * mass
+    return squares.value < _LOST * float(jnp.finfo(squares.value.dtype).eps) * squares.mass
 
 
 def _joined(group: Sequence[int], sites: Sequence[Site], records: Any) -> Factors | None:

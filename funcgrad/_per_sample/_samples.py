@@ -89,6 +89,8 @@ class Samples:
     def norms(self, groups: Any = None) -> Any:
         """Each sample's gradient norm.
 
+        Squares are of float32 or wider: in float32 those of entries below 1e-19 are zero.
+
         Args:
           groups: ``None`` for the norm over all leaves; or a prefix of the tree of
             ``params``, whose leaves stand for the groups (their values do not matter).
