@@ -72,7 +72,7 @@ def test_shard_map_around_samples_made_outside():
     # Their arrays are cut, their number is not: refused rather than counted wrong.
     norms = lambda s: s.norms()
     run = jax.jit(jax.shard_map(norms, mesh=mesh, in_specs=P(), out_specs=P()))
-    np.testing.assert_allclose(run(samples)(norms)(samples), rtol=1e-5)
+    np.testing.assert_allclose(run(samples), jax.jit(norms)(samples), rtol=1e-5)
     cut = lambda s: jax.tree.map(lambda y: P("data") if y.shape[:1] == (8,) else P(), s)
     with pytest.raises(ValueError, match="one batch of 8 samples"):
         jax.jit(jax.shard_map(norms, mesh=mesh, in_specs=(cut(samples),), out_specs=P("data")))(
