@@ -37,7 +37,7 @@ PEERS = (
 _PRODUCT_WAYS = {"per_sample": "fg.per_sample", "vmap(grad)": "vmap(grad)", "loop": "loop"}
 WHY: Mapping[str, str] = dict.fromkeys(
     ("transformer-t128", "transformer-t256", "transformer-scan", "transformer-remat", *LORA),
-    "Many tokens a sample: forming its gradient takes the plain gradient's operations.",
+    "Microbatches are added together with their rounding errors: a second copy of the sum.",
 ) | dict.fromkeys(
     ("mlp-64", "transformer-64", "cnn-products"),
     "The loop holds one sample at a time; per_sample holds the factors of all.",
