@@ -156,8 +156,8 @@ class Hessian(Derivative):
 
 
 def _product(order: Callable[..., Any]) -> Callable[..., Any]:
-    """The product with the weights themselves."""
-    return lambda fun: lambda x: order(fun, x, x)
+    """Of a pair of weights and direction: were both the same, products would coincide."""
+    return lambda fun: lambda pair: order(fun, *pair)
 
 
 def _dot(a: Any, b: Any) -> Any:
@@ -207,7 +207,8 @@ class HVP(Derivative):
         width, depth, batch = (8, 2, 4) if quick else (512, 6, 256)
         super().__init__(f"Hessian times vector, {depth} layers of {width}, {batch}", quick)
         x = self.draw(size=(batch, width)).astype(np.float32)
-        self.args = ([self.matrix(width, width) for _ in range(depth)], x)
+        weights, direction = ([self.matrix(width, width) for _ in range(depth)] for _ in range(2))
+        self.args = ((weights, direction), x)
 
     @staticmethod
     def fun(library: Any, weights: Any, x: Any) -> Any:
