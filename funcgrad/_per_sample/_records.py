@@ -13,13 +13,12 @@ from jax import lax
 from funcgrad._compat import gathered, is_split, make_varying, primitives, varying_axes
 from funcgrad._per_sample import _linear
 from funcgrad._per_sample._factors import EXACT, Squares, squares_of
+from funcgrad._per_sample._map_samples import map_samples, pack
 from funcgrad._per_sample._plan import Level, Site
 from funcgrad._per_sample._roads import (
     LeafRoad,
     has_lost_digits,
     leaf_squares,
-    map_samples,
-    pack,
     patch_bytes,
 )
 from funcgrad._per_sample._sums import norm_dtype, wide
