@@ -202,12 +202,45 @@ def test_error_is_that_of_the_worst_leaf_and_keeps_a_nan():
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("model", ["cnn-64", "transformer-t128", "lora"])
+@pytest.mark.parametrize("model", ["cnn-64", "transformer-t128", "lstm", "embedding", "lora"])
 def test_peer_in_torch_is_the_same_model(model, folder):
     pytest.importorskip("torch")
     make = LORA[model] if model in LORA else functools.partial(PerSample.of, model)
-    found = errors(functools.partial(make, True), ["torch: plain"], folder)
+    names = ["torch: plain"]
+    if model == "transformer-t128":
+        names += ["torch: vmap(grad)", "torch: vmap(grad), microbatches"]
+    found = errors(functools.partial(make, True), names, folder)
     assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.torch
+def test_products_in_torch_are_those_of_the_rows(folder):
+    pytest.importorskip("torch")
+    names = [f"torch: vmap(grad) {kind}" for kind in ("variance", "dots", "gram")]
+    make = functools.partial(PerSample.of, "embedding-products", True)
+    found = errors(make, names, folder)
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore::UserWarning")  # as in the processes that are timed
+@pytest.mark.parametrize("package", ["opacus", "backpack"])
+def test_installed_peers_agree_with_the_loop(package, folder):
+    pytest.importorskip(package)
+    problem = PerSample.of("mlp", True)
+    ways = {**problem.contenders, **PerSample.of("mlp-64", True).contenders}
+    for model in ("mlp", "mlp-64"):
+        make = functools.partial(PerSample.of, model, True)
+        names = [n for n in make().contenders if ways[n].needs == package]
+        found = errors(make, names, folder)
+        assert all(error < 1e-5 for error in found.values()), found
+
+
+@pytest.mark.torch
+def test_peer_stays_away_from_what_it_has_no_adapter_for():
+    scanned = PerSample.of("transformer-scan", True)
+    assert scanned.not_run("torch: plain") == "no adapter for this model"
+    assert PerSample.of("mlp", True).not_run("torch: plain") is None
 
 
 @pytest.mark.parametrize("name", ["elementwise", "matmul"])
@@ -245,7 +278,7 @@ def test_contender_that_would_fill_the_memory_is_not_run():
 
 
 def test_adapters_alone_are_differentiated():
-    task = lora(2, length=4, width=8, depth=1, vocabulary=16, heads=2, rank=1)
+    task = lora(2, length=4, width=8, depth=1, vocabulary=16, rank=1)
     assert task.n_params == sum(m + n for m, n in [(8, 24), (8, 8), (8, 32), (32, 8)])
     assert jax.eval_shape(task.loss, task.params, task.batch[0][0]).shape == ()
 

@@ -103,7 +103,7 @@ ROADS = ("gram", "direct", "materialize", "auto")
 
 
 # Each costs a compilation of about a second.
-@settings(max_examples=PROGRAMS if DEEP else PROGRAMS // 3)
+@settings(max_examples=2 * PROGRAMS if DEEP else PROGRAMS // 3)
 @given(program=programs())
 def test_generated_programs_equal_the_loop(program: Program):
     with jax.enable_x64(True):

@@ -14,6 +14,8 @@ from funcgrad.bench import _problem
 from funcgrad.bench._models import Task
 
 Kind = Literal["plain", "norms", "clipped", "variance", "dots", "gram"]
+FACTORED = ("gram", "direct")
+"""Roads on which no gradient of a sample is written out."""
 PRODUCTS: tuple[Kind, ...] = ("variance", "dots", "gram")
 """What is asked of all gradients together, beside their sum."""
 
@@ -29,7 +31,7 @@ class Contender(_problem.Contender):
     held: Callable[[Task], int] = lambda task: 0
     """Samples whose gradients it writes out in one go."""
     models: tuple[str, ...] | None = None
-    """The models that it can differentiate; all, if ``None``."""
+    """The families of models that it can differentiate; all, if ``None``."""
 
 
 def _batch_loss(task: Task) -> Callable[..., Any]:
@@ -183,6 +185,8 @@ JAX_CONTENDERS: Mapping[str, Contender] = {
     "fg.clipped_grad": Contender(_clipped(), "clipped"),
     "fg.clipped_grad, microbatches": Contender(_clipped_chunks, "clipped"),
     "fg.clipped_grad two_pass": Contender(_clipped(road="two_pass"), "clipped"),
+    **{f"fg.clipped_grad {road}": Contender(_clipped(road=road), "clipped") for road in FACTORED},
+    "fg.clipped_grad materialize": Contender(_clipped(road="materialize"), "clipped", held=_WHOLE),
     "vmap(grad), Optax": Contender(_vmap, "clipped", held=_WHOLE),
     "vmap(grad), Optax, microbatches": Contender(_vmap_chunks, "clipped", held=_CHUNK),
     "jax_privacy": Contender(_jax_privacy(False), "clipped", needs="jax_privacy", held=_WHOLE),

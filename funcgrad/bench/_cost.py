@@ -14,6 +14,7 @@ from funcgrad.bench._per_sample_race import PerSample
 from funcgrad.bench._race import race
 from funcgrad.bench._race_tables import LEGEND, across, contenders, named
 from funcgrad.bench._tables import Column, Plot, Row, Table
+from funcgrad.bench._torch_peers import TORCH_CONTENDERS
 
 NAMES = tuple(MODELS)
 QUICK = ("mlp", "transformer-remat")
@@ -30,11 +31,22 @@ SUMMARY = {
     "vmap(grad)": "vmap(grad), Optax",
     "vmap(grad), microbatches": "vmap(grad), Optax, microbatches",
 }
-PEERS = (
-    *("jax_privacy", "jax_privacy, microbatches", "torch: plain", "torch: vmap(grad)"),
-    *("torch: Opacus ghost clipping", "torch: BackPACK BatchGrad"),
-)
-_PRODUCT_WAYS = {"per_sample": "fg.per_sample", "vmap(grad)": "vmap(grad)", "loop": "loop"}
+ROADS = {
+    "auto": "fg.clipped_grad",
+    **{road: f"fg.clipped_grad {road}" for road in ("gram", "direct", "two_pass", "materialize")},
+}
+PEERS = {
+    name.removeprefix("torch: "): name
+    for name in ("jax_privacy", "jax_privacy, microbatches", *TORCH_CONTENDERS)
+    if name != "torch: plain"
+}
+_PRODUCT_WAYS = {
+    "per_sample": "fg.per_sample",
+    "vmap(grad)": "vmap(grad)",
+    "loop": "loop",
+    "torch vmap(grad)": "torch: vmap(grad)",
+    "BackPACK": "torch: BackPACK",
+}
 WHY: Mapping[str, str] = dict.fromkeys(
     ("transformer-t128", "transformer-t256", "transformer-scan", "transformer-remat", *LORA),
     "Microbatches are added together with their rounding errors: a second copy of the sum.",
@@ -63,7 +75,7 @@ def tables(models: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     products = [of for of in raced.values() if of["asks"] == "products"]
     out = []
     if sums:
-        out += [_over_plain(sums), _temporaries(sums), _peers(sums)]
+        out += [_over_plain(sums), _temporaries(sums), _roads(sums), _peers(sums)]
     if products:
         out += [
             _of_products(products, "ratio", Column("ratio", "", "lower", ".2f")),
@@ -113,11 +125,15 @@ def _with_goals(table: Table, goals: list[float | None]) -> Table:
     return dataclasses.replace(table, columns=(*table.columns, column), rows=tuple(rows))
 
 
+def _roads(sums: Mapping[str, Mapping[str, Any]]) -> Table:
+    column = Column("ratio", "", "lower", ".2f")
+    return across(sums, ROADS, "ratio", column, "Time of clipped_grad's roads")
+
+
 def _peers(sums: Mapping[str, Mapping[str, Any]]) -> Table:
     column = Column("ratio", "", "lower", ".2f")
-    note = "In JAX to the better plain gradient, in torch to torch's."
-    ways = dict(zip(PEERS, PEERS, strict=True))
-    return across(sums, ways, "ratio", column, "Time of the peers", notes=(note,))
+    note = "jax_privacy over the better plain gradient in JAX, the others over torch's own."
+    return across(sums, PEERS, "ratio", column, "Time of the peers", notes=(note,))
 
 
 def _of_products(models: list[Mapping[str, Any]], what: str, column: Column) -> Table:
@@ -133,7 +149,8 @@ def _of_products(models: list[Mapping[str, Any]], what: str, column: Column) -> 
             rows.append(Row(f"{of['title']}, {kind}", tuple(cells)))
     note = (
         "Variance, products with one direction (dots) and with one another (gram). The loop "
-        "differentiates one sample at a time; its gram keeps all gradients, as vmap(grad) does."
+        "differentiates one sample at a time; its gram keeps all gradients, as vmap(grad) does. "
+        "Time of PyTorch's is over its own plain gradient; what it allocates is not counted."
     )
     return Table(
         f"Variance and products: {'time over the plain gradient' if what == 'ratio' else 'memory'}",

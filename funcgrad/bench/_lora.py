@@ -3,13 +3,13 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from funcgrad.bench._models import SEED, Task
+from funcgrad.bench._models import HEADS, SEED, Task
 from funcgrad.bench._per_sample_race import PerSample
 
 
@@ -20,7 +20,6 @@ def lora(
     width: int = 256,
     depth: int = 4,
     vocabulary: int = 8192,
-    heads: int = 4,
     rank: int = 8,
     chunk: int = 4,
 ) -> Task:
@@ -53,8 +52,8 @@ def lora(
             def dense(x: Any, name: str, w: Any = weights, a: Any = adapters) -> Any:
                 return x @ jnp.asarray(w[name], dtype) + (x @ a[name]["down"]) @ a[name]["up"]
 
-            qkv = dense(norm(h), "qkv").reshape(length, 3, heads, width // heads)
-            logits = jnp.einsum("thd,shd->hts", qkv[:, 0], qkv[:, 1]) / math.sqrt(width // heads)
+            qkv = dense(norm(h), "qkv").reshape(length, 3, HEADS, width // HEADS)
+            logits = jnp.einsum("thd,shd->hts", qkv[:, 0], qkv[:, 1]) / math.sqrt(width // HEADS)
             logits = jnp.where(jnp.tril(jnp.ones((length, length), bool)), logits, -1e9)
             mixed = jnp.einsum("hts,shd->thd", jax.nn.softmax(logits), qkv[:, 2])
             h = h + dense(mixed.reshape(length, width), "out")
@@ -63,15 +62,19 @@ def lora(
         return -jnp.mean(jnp.take_along_axis(logp[:-1], tokens[1:, None], 1))
 
     tokens = rng.integers(0, vocabulary, (batch, length)).astype(np.int32)
-    return Task(loss, params, (tokens,), chunk, {"layers": frozen, "embedding": embedding})
+    weights = {"layers": frozen, "embedding": embedding}
+    return Task(loss, params, (tokens,), chunk, "lora", weights)
 
 
-def _problem(quick: bool) -> PerSample:
+def _problem(asks: Literal["sums", "products"], quick: bool) -> PerSample:
     if quick:
         toy = functools.partial(lora, 8, length=8, width=16, depth=2, vocabulary=32, rank=2)
-        return PerSample(toy, "lora at toy size", model="lora")
+        return PerSample(toy, "lora at toy size", asks=asks)
     title = "LoRA of rank 8, transformer d256 L4 T128 V8k, batch 16"
-    return PerSample(functools.partial(lora, 16), title, model="lora")
+    return PerSample(functools.partial(lora, 16), title, asks=asks)
 
 
-LORA: Mapping[str, Callable[[bool], PerSample]] = {"lora": _problem}
+LORA: Mapping[str, Callable[[bool], PerSample]] = {
+    "lora": functools.partial(_problem, "sums"),
+    "lora-products": functools.partial(_problem, "products"),
+}

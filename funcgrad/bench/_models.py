@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 
 SEED = 0
+HEADS = 4
+"""Of attention."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +26,10 @@ class Task:
     batch: tuple[Any, ...]
     chunk: int
     """Samples at a time, for the contenders that scan over microbatches."""
+    family: str = ""
+    """What it is, for who writes it in another library."""
     frozen: Any = None
-    """Weights that the loss closes over, for who writes it in another library."""
+    """Weights that the loss closes over, for the same."""
 
     @property
     def size(self) -> int:
@@ -90,7 +94,8 @@ def mlp(batch: int, *, n_inputs: int = 784, width: int = 1024, chunk: int = 16) 
             x = jax.nn.relu(x) if i < 2 else x
         return -jax.nn.log_softmax(x)[y]
 
-    return Task(loss, params, (draw.inputs(batch, n_inputs), draw.integers(10, batch)), chunk)
+    inputs = draw.inputs(batch, n_inputs), draw.integers(10, batch)
+    return Task(loss, params, inputs, chunk, "mlp")
 
 
 def cnn(batch: int, *, side: int = 32, channels: int = 32, chunk: int = 16) -> Task:
@@ -116,7 +121,8 @@ def cnn(batch: int, *, side: int = 32, channels: int = 32, chunk: int = 16) -> T
         logits = x.ravel() @ params["layer3"]["kernel"] + params["layer3"]["bias"]
         return -jax.nn.log_softmax(logits)[y]
 
-    return Task(loss, params, (draw.inputs(batch, side, side, 3), draw.integers(10, batch)), chunk)
+    inputs = draw.inputs(batch, side, side, 3), draw.integers(10, batch)
+    return Task(loss, params, inputs, chunk, "cnn")
 
 
 def transformer(
@@ -126,7 +132,6 @@ def transformer(
     width: int = 256,
     depth: int = 4,
     vocabulary: int = 8192,
-    heads: int = 4,
     scan: bool = False,
     remat: bool = False,
     chunk: int = 4,
@@ -155,8 +160,8 @@ def transformer(
         return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6) * scale
 
     def block(h: Any, p: Any) -> Any:
-        qkv = (norm(h, p["norm1"]) @ p["qkv"]).reshape(length, 3, heads, width // heads)
-        logits = jnp.einsum("thd,shd->hts", qkv[:, 0], qkv[:, 1]) / math.sqrt(width // heads)
+        qkv = (norm(h, p["norm1"]) @ p["qkv"]).reshape(length, 3, HEADS, width // HEADS)
+        logits = jnp.einsum("thd,shd->hts", qkv[:, 0], qkv[:, 1]) / math.sqrt(width // HEADS)
         logits = jnp.where(jnp.tril(jnp.ones((length, length), bool)), logits, -1e9)
         attended = jnp.einsum("hts,shd->thd", jax.nn.softmax(logits), qkv[:, 2])
         h = h + attended.reshape(length, width) @ p["out"]
@@ -174,7 +179,8 @@ def transformer(
         logp = jax.nn.log_softmax(norm(h, params["norm"]) @ params["embedding"].T)
         return -jnp.mean(jnp.take_along_axis(logp[:-1], tokens[1:, None], 1))
 
-    return Task(loss, params, (draw.integers(vocabulary, batch, length),), chunk)
+    tokens = draw.integers(vocabulary, batch, length)
+    return Task(loss, params, (tokens,), chunk, "" if scan else "transformer")
 
 
 def lstm(batch: int, *, length: int = 64, n_inputs: int = 128, width: int = 256) -> Task:
@@ -191,7 +197,7 @@ def lstm(batch: int, *, length: int = 64, n_inputs: int = 128, width: int = 256)
         def step(carry: Any, x: Any) -> tuple[Any, None]:
             h, c = carry
             gates = x @ params["input"] + h @ params["hidden"] + params["bias"]
-            i, f, o, u = jnp.split(gates, 4)
+            i, f, u, o = jnp.split(gates, 4)
             c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(u)
             return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
 
@@ -199,19 +205,21 @@ def lstm(batch: int, *, length: int = 64, n_inputs: int = 128, width: int = 256)
         (h, _), _ = lax.scan(step, (zeros, zeros), xs)
         return -jax.nn.log_softmax(h @ params["out"])[y]
 
-    return Task(loss, params, (draw.inputs(batch, length, n_inputs), draw.integers(10, batch)), 16)
+    inputs = draw.inputs(batch, length, n_inputs), draw.integers(10, batch)
+    return Task(loss, params, inputs, 16, "lstm")
 
 
 def embedding(batch: int, *, rows: int = 1_000_000, width: int = 5, chunk: int = 2000) -> Task:
     """A table of short rows, as in advertising; samples of four row numbers and a label."""
     draw = _Draw()
-    params = {"table": draw.weight(rows, width, scale=1.0), "out": draw.weight(width)}
+    params = {"table": draw.weight(rows, width, scale=1.0), "out": draw.weight(width, 1)}
 
     def loss(params: Any, ids: Any, y: Any) -> Any:
-        score = jnp.mean(params["table"][ids], 0) @ params["out"]
+        (score,) = jnp.mean(params["table"][ids], 0) @ params["out"]
         return jax.nn.softplus(score) - y * score
 
-    return Task(loss, params, (draw.integers(rows, batch, 4), draw.integers(2, batch)), chunk)
+    inputs = draw.integers(rows, batch, 4), draw.integers(2, batch)
+    return Task(loss, params, inputs, chunk, "embedding")
 
 
 def _transformer(title: str, batch: int, goals: tuple[float, float], **sizes: Any) -> Model:
@@ -225,6 +233,8 @@ def _transformer(title: str, batch: int, goals: tuple[float, float], **sizes: An
 
 
 _TINY_CNN = functools.partial(cnn, 8, side=8, channels=4, chunk=4)
+_TINY_LSTM = functools.partial(lstm, 16, length=6, n_inputs=4, width=8)
+_TINY_TABLE = functools.partial(embedding, 16, rows=100, chunk=4)
 
 MODELS: Mapping[str, Model] = {
     "mlp": Model(
@@ -259,14 +269,14 @@ MODELS: Mapping[str, Model] = {
     "lstm": Model(
         "LSTM T64, batch 64",
         functools.partial(lstm, 64),
-        functools.partial(lstm, 16, length=6, n_inputs=4, width=8),
+        _TINY_LSTM,
         1.3,
         1.5,
     ),
     "embedding": Model(
         "embedding 1M × 5, batch 16,000",
         functools.partial(embedding, 16_000),
-        functools.partial(embedding, 16, rows=100, chunk=4),
+        _TINY_TABLE,
     ),
     "mlp-64": Model(
         "MLP 784-1024-1024-10, batch 64",
@@ -282,5 +292,11 @@ MODELS: Mapping[str, Model] = {
     ),
     "cnn-products": Model(
         "CNN 32×32, batch 64", functools.partial(cnn, 64), _TINY_CNN, asks="products"
+    ),
+    "lstm-products": Model(
+        "LSTM T64, batch 64", functools.partial(lstm, 64), _TINY_LSTM, asks="products"
+    ),
+    "embedding-products": Model(
+        "embedding 1M × 5, batch 64", functools.partial(embedding, 64), _TINY_TABLE, asks="products"
     ),
 }

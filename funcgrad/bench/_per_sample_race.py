@@ -12,7 +12,7 @@ from funcgrad.bench import _problem
 from funcgrad.bench._contenders import JAX_CONTENDERS, PRODUCT_CONTENDERS, Contender
 from funcgrad.bench._models import MODELS, SEED, Task
 from funcgrad.bench._problem import Problem, Right
-from funcgrad.bench._torch_peers import TORCH_CONTENDERS
+from funcgrad.bench._torch_peers import TORCH_CONTENDERS, TORCH_PRODUCTS
 
 REFERENCE_SAMPLES = 8
 MEMORY_LIMIT = 8 * 2**30
@@ -20,7 +20,10 @@ MEMORY_LIMIT = 8 * 2**30
 TRAFFIC_LIMIT = 64 * 2**30
 """Bytes of gradients that it may write in one call."""
 # What each kind of model is raced by.
-RACERS = {"sums": {**JAX_CONTENDERS, **TORCH_CONTENDERS}, "products": PRODUCT_CONTENDERS}
+RACERS = {
+    "sums": {**JAX_CONTENDERS, **TORCH_CONTENDERS},
+    "products": {**PRODUCT_CONTENDERS, **TORCH_PRODUCTS},
+}
 
 
 class PerSample(Problem):
@@ -110,7 +113,7 @@ class PerSample(Problem):
         way: Contender = self.contenders[name]  # pyright: ignore[reportAssignmentType]
         if absent := way.absent():
             return absent
-        if way.models is not None and self.model not in way.models:
+        if way.models is not None and self.task.family not in way.models:
             return "no adapter for this model"
         gradient = 4 * self.task.n_params
         if way.held(self.task) * gradient > self.memory_limit:
