@@ -1,8 +1,8 @@
 """Runs of equations that recur in a program, as in its layers: each is differentiated once.
 
 JAX derives the way back through an equation anew wherever it stands, but through a function
-under ``jit`` once for all its calls; so what recurs is made one such function.  It is put in
-line again: what is compiled is the same.
+under ``jit`` once for all its calls; so what recurs is made one such function.  The compiler
+puts calls in line: what it compiles is the same.
 """
 
 import dataclasses
@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
+from jax.extend import source_info_util
 
 from funcgrad import _jaxpr
-from funcgrad._compat import JaxprEqn, Literal
+from funcgrad._compat import JaxprEqn, Literal, primitives
 from funcgrad._jaxpr import bodies
 
 
@@ -49,29 +50,28 @@ def recurring(jaxpr: Any, among: Set[int]) -> dict[int, Run]:
         outputs = tuple(var for var, out in zip(made, is_output, strict=True) if out)
         key = keys[start], is_output
         if key not in funs:
-            funs[key] = jax.jit(_function(eqns, inputs, outputs), inline=True)
+            funs[key] = jax.jit(_function(eqns, inputs, outputs))
         found[start] = Run(stop - start, inputs, outputs, funs[key])
     return found
 
 
 def _spans(jaxpr: Any, among: Set[int]) -> list[tuple[int, int]]:
-    """Where runs begin and end.
-
-    The equations of one have come of the same lines and names of the user's, which all of
-    them are given again.
-    """
+    """Where runs of two or more equations begin and end, each under the same names."""
     spans: list[tuple[int, int]] = []
     before = None
     for i, eqn in enumerate(jaxpr.eqns):
-        place = None
-        if i in among and not (eqn.effects or bodies(eqn) or _jaxpr.has_own_backward(eqn)):
-            place = _jaxpr.calling_lines(eqn), eqn.source_info.name_stack
-        if place is not None and place == before:
+        names = eqn.source_info.name_stack if i in among and _may_recur(eqn) else None
+        if names is not None and names == before:
             spans[-1] = spans[-1][0], i + 1
-        elif place is not None:
+        elif names is not None:
             spans.append((i, i + 1))
-        before = place
-    return spans
+        before = names
+    return [(start, stop) for start, stop in spans if stop - start > 1]
+
+
+def _may_recur(eqn: JaxprEqn) -> bool:
+    is_plain = not bodies(eqn) or eqn.primitive is primitives.jit_p
+    return is_plain and not eqn.effects and not _jaxpr.has_own_backward(eqn)
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -79,7 +79,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _key(eqns: Sequence[JaxprEqn]) -> Any:
-    """What equations compute together; variables are numbered as they are met."""
+    """What equations compute together, and where; variables are numbered as they are met."""
     numbers: dict[Any, int] = {}
     key: list[Any] = []
     for eqn in eqns:
@@ -87,19 +87,19 @@ def _key(eqns: Sequence[JaxprEqn]) -> Any:
             _jaxpr.literal(a) if isinstance(a, Literal) else numbers.setdefault(a, len(numbers))
             for a in eqn.invars
         ]
-        key.append((_jaxpr.operation(eqn), tuple(inputs)))
+        key.append((_jaxpr.operation(eqn), tuple(inputs), _jaxpr.calling_lines(eqn)))
         for var in eqn.outvars:
             numbers[var] = len(numbers)
     return tuple(key)
 
 
 def _function(eqns: Sequence[JaxprEqn], inputs: Any, outputs: Any) -> Callable[..., list[Any]]:
-    def fun(*values: Any) -> list[Any]:
+    def again(*values: Any) -> list[Any]:
         env = dict(zip(inputs, values, strict=True))
         for eqn in eqns:
             read = [atom.val if isinstance(atom, Literal) else env[atom] for atom in eqn.invars]
-            with eqn.ctx.manager:
+            with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
                 env.update(zip(eqn.outvars, _jaxpr.bind(eqn, *read), strict=True))
         return [env[var] for var in outputs]
 
-    return fun
+    return again
