@@ -108,7 +108,7 @@ def test_axis_holds_its_values_and_few_round_ticks(values):
     axis = _page_plots.Axis(values)
     assert all(0 <= axis.share(value) <= 1 for value in values)
     ticks = axis.ticks()
-    assert 1 <= len(ticks) <= 8
+    assert 2 <= len(ticks) <= 8
     assert all(0 <= axis.share(tick) <= 1 for tick in ticks)
 
 

@@ -32,15 +32,17 @@ class Axis:
     def ticks(self, most: int = 6) -> list[float]:
         """Round numbers, a few."""
         if not self.log:
-            step = _round_up((self.high - self.low) / most)
-            return [i * step for i in range(math.ceil(self.low / step), int(self.high / step) + 1)]
+            return _multiples(self.low, self.high, most)
+        low, high = math.exp(self.low), math.exp(self.high)
+        if high < 5 * low:
+            return _multiples(low, high, most)
         low, high = self.low / math.log(10), self.high / math.log(10)
         decades = range(math.floor(low), math.ceil(high) + 1)
         for steps in ((1, 2, 5), (1, 3), (1,)):
             ticks = [n * 10.0**d for d in decades for n in steps]
             ticks = [t for t in ticks if self.low <= math.log(t) <= self.high]
             if len(ticks) <= most:
-                return ticks or [math.exp((self.low + self.high) / 2)]
+                return ticks
         return ticks[:: math.ceil(len(ticks) / most)]
 
 
@@ -181,6 +183,11 @@ def _words(column: Column, value: float) -> str:
 
 def _tick(column: Column, value: float) -> str:
     return f"{value:.0%}" if column.form.endswith("%") else f"{value:g}"
+
+
+def _multiples(low: float, high: float, most: int) -> list[float]:
+    step = _round_up((high - low) / most)
+    return [i * step for i in range(math.ceil(low / step), int(high / step) + 1)]
 
 
 def _round_up(value: float) -> float:
