@@ -6,6 +6,7 @@ nothing: the cotangent of the slot is that of the site's output.  Slots enter lo
 scanned inputs, so that what comes back is stacked.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +29,11 @@ Operands = dict[Site, Any]
 
 def make_slots(sites: Sequence[Site], sharing: bool = True) -> Slots:
     """Zeros for one sample's cotangents; none at a site that shares another's."""
+    # One array for all of a shape, of which a network has few.
+    zeros = functools.cache(jnp.zeros)
     return {
         # A gradient that is formed is not rounded to what the model computes in.
-        site: jnp.zeros(
+        site: zeros(
             (*site.lengths, *site.output.shape),
             wide(site.output.dtype) if site.formed else site.output.dtype,
         )

@@ -154,12 +154,15 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
             # Where what underflow may have left out is something beside the bound.
             trouble |= left_out > float(jnp.finfo(left_out.dtype).eps) * bounds.values[k] ** 2
         axes = varying_axes((fast, mask, trouble))
+        is_troubled = jnp.any(trouble & mask)
         norms, most, finite = lax.cond(
-            jnp.any(trouble & mask),
+            is_troubled,
             lambda fast: make_varying(_norms_of_rows(records, bounds, formed), axes),
             lambda fast: fast,
             make_varying(gathered(fast), axes),
         )
+        # Squares of what is not finite are not finite either.
+        clean = ~is_troubled & jnp.all(mask)
         grads: list[Any] = [None] * len(records.params)
         clipped = []
         for k in range(len(bounds.values)):
@@ -170,7 +173,8 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
             for i in index if sums is not None else []:
                 grads[i] = weighted_rows(records, weights, i)
             index = [i for i in index if grads[i] is None]
-            for i, grad in zip(index, records.weighted(weights, index, formed), strict=True):
+            found = records.weighted(weights, index, formed, clean)
+            for i, grad in zip(index, found, strict=True):
                 grads[i] = grad
         return _add(sums, grads), (norms, clipped, finite, samples.values, samples.aux)
 

@@ -65,14 +65,16 @@ def _scaled(x: Any, weights: Any, kept: Any, axis: int) -> Any:
 
 
 @functools.partial(jax.jit, inline=True)
-def _any_lost(squares: Squares) -> Any:
-    return jnp.any(has_lost_digits(squares))
+def _sum_of_rows(weights: Any, rows: Any) -> Any:
+    # A product: on CPU a reduction over the first axis takes fifty times as long.
+    return jnp.einsum("n,n...->...", weights, rows, precision=EXACT)
 
 
-def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any) -> dict[int, Any]:
+def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any, clean: Any) -> dict[int, Any]:
     """Arrays, each with its sample axis, with zeros for the samples that do not count.
 
-    A loop, of one turn where there are any, does so in place: a conditional would copy.
+    Or as they are, where they are ``clean``.  A loop, of one turn at the most, does so in place:
+    a conditional would copy.
     """
     if not arrays:
         return {}
@@ -83,8 +85,8 @@ def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any) -> dict[int, Any]:
 
     # The rule is for reverse mode, which a loop of unknown length has none of.
     @jax.custom_jvp
-    def blank(xs: list[Any], kept: Any) -> list[Any]:
-        start = (jnp.all(kept), xs)
+    def blank(xs: list[Any], kept: Any, clean: Any) -> list[Any]:
+        start = (clean, xs)
         start = make_varying(start, varying_axes((start, kept)))
         turn = lambda state: (state[0] | True, each(state[1], kept))
         return lax.while_loop(lambda state: ~state[0], turn, start)[1]
@@ -94,7 +96,7 @@ def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any) -> dict[int, Any]:
         moved = each(tangents[0], primals[1])
         return blank(*primals), make_varying(moved, varying_axes(primals))
 
-    xs = blank([p.array for p in packed], kept)
+    xs = blank([p.array for p in packed], kept, clean)
     xs = [lax.expand_dims(x, p.units) for x, p in zip(xs, packed, strict=True)]
     return dict(zip(arrays, xs, strict=True))
 
@@ -157,23 +159,28 @@ class Records:
         return dict(zip(index, rows, strict=True))
 
     def weighted(
-        self, weights: Any, index: Sequence[int] | None = None, formed: Formed = _NONE
+        self,
+        weights: Any,
+        index: Sequence[int] | None = None,
+        formed: Formed = _NONE,
+        clean: Any = None,
     ) -> list[Any]:
         """The weighted sum of the gradients; a weight of 0 leaves a sample out, NaN or not.
 
         For the leaves in ``index`` alone, if given; those that are ``formed`` from these.
+        ``clean`` says that all records are finite, if that is known.
         """
+        clean = jnp.all(weights != 0) if clean is None else clean
         index = range(len(self.params)) if index is None else index
         factored = [i for i in index if i not in formed]
-        found = dict(zip(factored, self._weighted(weights, factored), strict=True))
+        found = dict(zip(factored, self._weighted(weights, factored, clean), strict=True))
         rows = {i: formed[i] for i in index if i in formed}
-        blanked = _blanked({i: (x, 0) for i, x in rows.items()}, weights != 0)
+        blanked = _blanked({i: (x, 0) for i, x in rows.items()}, weights != 0, clean)
         for i, x in blanked.items():
-            # A product: on CPU a reduction over the first axis takes fifty times as long.
-            found[i] = jnp.einsum("n,n...->...", weights.astype(x.dtype), x, precision=EXACT)
+            found[i] = _sum_of_rows(weights.astype(x.dtype), x)
         return [found[i] for i in index]
 
-    def _weighted(self, weights: Any, index: Sequence[int]) -> list[Any]:
+    def _weighted(self, weights: Any, index: Sequence[int], clean: Any) -> list[Any]:
         """The same from the factors."""
         sites, kept = self.scheme.sites, weights != 0
         used = [i for i, s in enumerate(sites) if s.leaves & set(index)]
@@ -191,7 +198,7 @@ class Records:
             x = self.cotangents[i] if i in by_operand else self.operands[i]
             if x is not None and jnp.issubdtype(x.dtype, jnp.inexact):
                 other[id(x)] = (x, len(sites[i].lengths))
-        blanked = _blanked(other, kept)
+        blanked = _blanked(other, kept, clean)
         for i in used:
             # An array that was blanked is not read any more, so that this was in place.
             z, g = (blanked.get(id(x), x) for x in (left[i], right[i]))
@@ -289,9 +296,10 @@ class Records:
         fragile = [i for i, road in roads if road.is_fragile and i not in formed]
         if not fragile or not self.scheme.n_samples:
             return squares
-        lost = [_any_lost(found[i]) for i in fragile]
+        # One reduction for all leaves: each takes as long to compile as a product.
+        lost = functools.reduce(jnp.logical_or, [has_lost_digits(found[i]) for i in fragile])
         again = lax.cond(
-            jnp.stack(lost).any(),
+            jnp.any(lost),
             lambda: [square.value.astype(self.dtype) for square in self.exact_squares(fragile)],
             lambda: gathered([squares[i].astype(self.dtype) for i in fragile]),
         )

@@ -366,6 +366,7 @@ def single_terms(road: LeafRoad, sites: Sequence[Site], sample: Any) -> list[Any
     return found
 
 
+@functools.partial(jax.jit, inline=True)  # to be traced once for all leaves
 def has_lost_digits(squares: Squares) -> Any:
     """Where a squared norm is so far below what cancelled to make it that few digits hold."""
     return squares.value < _LOST * float(jnp.finfo(squares.value.dtype).eps) * squares.mass
