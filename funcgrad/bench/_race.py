@@ -13,7 +13,7 @@ from funcgrad.bench._options import Progress
 from funcgrad.bench._problem import Problem
 from funcgrad.bench._worker import Worker, WorkerError
 
-PATIENCE = 30
+PATIENCE = 10
 """Seconds after which a contender sits out the turns that are left, but for the first two."""
 
 

@@ -19,10 +19,8 @@ CONTENDERS = (
     "fg.clipped_grad",
     "vmap(grad), Optax",
     "vmap(grad), Optax, microbatches",
-    "jax_privacy",
     "torch: plain",
     "torch: vmap(grad)",
-    "torch: Opacus hooks",
     "torch: Opacus ghost clipping",
 )
 MEMORY_LIMIT = 2 * 2**30
