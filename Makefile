@@ -8,6 +8,8 @@
 VENV ?= .venv
 NEWEST_VENV ?= .venv-newest
 PYTEST_ARGS ?= -n 2 --dist worksteal
+# Checks the annotations at run time, which takes a third of a run: not for every one.
+TYPED = --jaxtyping-packages=funcgrad,beartype.beartype
 
 PY = $(VENV)/bin/python
 NEWEST_PY = $(NEWEST_VENV)/bin/python
@@ -25,11 +27,11 @@ demo: $(VENV)/.installed ## per-sample gradients and private training on real di
 test: $(VENV)/.installed ## all tests, doctests and examples
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-test-deep: $(VENV)/.installed ## the same, with many more generated programs
-	FUNCGRAD_DEEP=1 $(PY) -m pytest $(PYTEST_ARGS)
+test-deep: $(VENV)/.installed ## the same, with many more generated programs and with types checked
+	FUNCGRAD_DEEP=1 $(PY) -m pytest $(TYPED) $(PYTEST_ARGS)
 
-test-newest: $(NEWEST_VENV)/.installed ## the same on the newest Python and JAX, without torch
-	$(NEWEST_PY) -m pytest $(PYTEST_ARGS)
+test-newest: $(NEWEST_VENV)/.installed ## on the newest Python and JAX, types checked, without torch
+	$(NEWEST_PY) -m pytest $(TYPED) $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed ## compare with other ways, in time and memory
 	$(PY) -m funcgrad bench $(BENCH_ARGS)
