@@ -74,9 +74,10 @@ def _opacus(**options: Any) -> Callable[[Module, Task, float], Callable[..., Any
         hooked = GradSampleModule(module.layers, loss_reduction="sum", **options)
 
         def run(*batch: Any) -> Any:
-            hooked.zero_grad()
             module.losses(hooked(batch[0]), *batch).sum().backward()
-            return _clip([p.grad_sample for p in module.parameters], max_norm)
+            out = _clip([p.grad_sample for p in module.parameters], max_norm)
+            hooked.zero_grad()  # which lets go of the samples' gradients too
+            return out
 
         return run
 
@@ -127,10 +128,13 @@ def _backpack(
         loss = extend(torch.nn.CrossEntropyLoss(reduction="sum"))
 
         def run(x: Any, y: Any) -> Any:
-            layers.zero_grad()
             with backpack(kind()):
                 loss(layers(x), y).backward()
-            return finish([getattr(p, name) for p in module.parameters], task, max_norm)
+            out = finish([getattr(p, name) for p in module.parameters], task, max_norm)
+            layers.zero_grad()
+            for p in module.parameters:
+                delattr(p, name)
+            return out
 
         return run
 
