@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import inspect
 import io
 import json
 import os
@@ -281,6 +282,14 @@ def test_adapters_alone_are_differentiated():
     task = lora(2, length=4, width=8, depth=1, vocabulary=16, rank=1)
     assert task.n_params == sum(m + n for m, n in [(8, 24), (8, 8), (8, 32), (32, 8)])
     assert jax.eval_shape(task.loss, task.params, task.batch[0][0]).shape == ()
+
+
+def test_microbatches_divide_each_batch():
+    for name, model in MODELS.items():
+        batch = model.make.args[0]
+        default = inspect.signature(model.make.func).parameters.get("chunk")
+        chunk = model.make.keywords.get("chunk", default and default.default) or 16
+        assert batch % chunk == 0, name
 
 
 def test_curves_are_over_sizes_that_microbatches_divide():

@@ -297,6 +297,9 @@ MODELS: Mapping[str, Model] = {
         "LSTM T64, batch 64", functools.partial(lstm, 64), _TINY_LSTM, asks="products"
     ),
     "embedding-products": Model(
-        "embedding 1M × 5, batch 64", functools.partial(embedding, 64), _TINY_TABLE, asks="products"
+        "embedding 1M × 5, batch 64",
+        functools.partial(embedding, 64, chunk=16),
+        _TINY_TABLE,
+        asks="products",
     ),
 }
