@@ -48,10 +48,10 @@ _PRODUCT_WAYS = {
     "BackPACK": "torch: BackPACK",
 }
 WHY: Mapping[str, str] = dict.fromkeys(
-    ("transformer-t128", "transformer-t256", "transformer-scan", "transformer-remat", *LORA),
+    ("transformer-t128", "transformer-t256", "transformer-scan", "transformer-remat", "lora"),
     "Microbatches are added together with their rounding errors: a second copy of the sum.",
 ) | dict.fromkeys(
-    ("mlp-64", "transformer-64", "cnn-products"),
+    (*(name for name, model in MODELS.items() if model.asks == "products"), "lora-products"),
     "The loop holds one sample at a time; per_sample holds the factors of all.",
 )
 """By model: why funcgrad is behind, where it is."""
