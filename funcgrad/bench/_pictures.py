@@ -85,7 +85,7 @@ def _lines(table: Table, axes: Any) -> None:
     axes.set_xlabel(f"{xs.name} {xs.unit}".strip(), fontsize=8)
     axes.set_ylabel(ys.unit or ys.name, fontsize=8)
     if axes.lines:
-        axes.legend(fontsize=6)
+        axes.legend(fontsize=6 if len(axes.lines) <= 5 else 4.5, framealpha=0.5)
     _finish(table, axes)
 
 
