@@ -205,7 +205,6 @@ def test_error_is_that_of_the_worst_leaf_and_keeps_a_nan():
 @pytest.mark.torch
 @pytest.mark.parametrize("model", ["cnn-64", "transformer-t128", "lstm", "embedding", "lora"])
 def test_peer_in_torch_is_the_same_model(model, folder):
-    pytest.importorskip("torch")
     make = LORA[model] if model in LORA else functools.partial(PerSample.of, model)
     names = ["torch: plain"]
     if model == "transformer-t128":
@@ -216,7 +215,6 @@ def test_peer_in_torch_is_the_same_model(model, folder):
 
 @pytest.mark.torch
 def test_products_in_torch_are_those_of_the_rows(folder):
-    pytest.importorskip("torch")
     names = [f"torch: vmap(grad) {kind}" for kind in ("variance", "dots", "gram")]
     make = functools.partial(PerSample.of, "embedding-products", True)
     found = errors(make, names, folder)
@@ -228,11 +226,9 @@ def test_products_in_torch_are_those_of_the_rows(folder):
 @pytest.mark.parametrize("package", ["opacus", "backpack"])
 def test_installed_peers_agree_with_the_loop(package, folder):
     pytest.importorskip(package)
-    problem = PerSample.of("mlp", True)
-    ways = {**problem.contenders, **PerSample.of("mlp-64", True).contenders}
     for model in ("mlp", "mlp-64"):
         make = functools.partial(PerSample.of, model, True)
-        names = [n for n in make().contenders if ways[n].needs == package]
+        names = [name for name, way in make().contenders.items() if way.needs == package]
         found = errors(make, names, folder)
         assert all(error < 1e-5 for error in found.values()), found
 
