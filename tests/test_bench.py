@@ -306,6 +306,8 @@ def test_worker_says_what_failed():
     assert served.ask("peak") > 2**20
     with pytest.raises(worker.WorkerError, match="stopped: reference took more than 0 s"):
         served.ask("reference", "nowhere", timeout=0.0)
+    with pytest.raises(worker.WorkerError, match="failed: its process was killed, .* at peak"):
+        served.ask("peak")
     served.close()
 
 

@@ -15,8 +15,10 @@ from funcgrad.bench._tables import Column, Table
 
 CONTENDERS = (
     "plain",
+    "plain, microbatches",
     "fg.per_sample clipped_sum",
     "fg.clipped_grad",
+    "fg.clipped_grad, microbatches",
     "vmap(grad), Optax",
     "vmap(grad), Optax, microbatches",
     "torch: plain",

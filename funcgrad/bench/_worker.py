@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import resource
+import signal
 import statistics
 import sys
 import time
@@ -101,7 +102,10 @@ class Worker:
                 raise WorkerError(f"stopped: {command} took more than {timeout:.0f} s")
             fine, result = self._pipe.recv()
         except (EOFError, OSError):
-            raise WorkerError(f"failed: its process died at {command}") from None
+            self._process.join(10)
+            killed = self._process.exitcode == -signal.SIGKILL
+            how = "was killed, as when memory runs out," if killed else "died"
+            raise WorkerError(f"failed: its process {how} at {command}") from None
         if not fine:
             raise WorkerError(f"failed: {result}")
         return result
