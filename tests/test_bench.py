@@ -393,8 +393,24 @@ def test_resumed_run_measures_the_rest(monkeypatch, console, tmp_path):
         bench.run(tmp_path, console=console)
     assert bench.run(tmp_path, console=console, resume=True) == 0
     assert measured == ["a", "b", "b", "c"]
-    figures = json.loads(next(tmp_path.glob("*.json")).read_text())
+    (file,) = tmp_path.glob("*.json")
+    figures = json.loads(file.read_text())
     assert list(figures["models"]) == ["a", "b", "c"]
+
+
+def test_interrupted_run_leaves_what_an_earlier_one_measured(monkeypatch, console, tmp_path):
+    def note(name, options, progress):
+        if name == "b":
+            raise KeyboardInterrupt
+        return {"of": name}
+
+    task = report.Benchmark("Notes", ("a", "b", "c"), note, lambda models: [])
+    monkeypatch.setattr(report, "TASKS", {"notes": task})
+    bench.run(tmp_path, models=["c"], console=console)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(tmp_path, console=console, resume=True)
+    (file,) = tmp_path.glob("*.json")
+    assert list(json.loads(file.read_text())["models"]) == ["a", "c"]
 
 
 def test_quick_full_and_named_models_are_chosen():

@@ -217,7 +217,8 @@ def _measure(
                 bar, description=f"{model}: {text}", completed=i + share
             )
             models[model] = kept[model] if model in kept else task.measure(model, options, tell)
-            _save(file, {**kind, "models": models})
+            later = {name: kept[name] for name in chosen[i + 1 :] if name in kept}
+            _save(file, {**kind, "models": models | later})
             for table in task.tables({model: models[model]}):
                 if not table.summary:
                     _text.show(console, table)
