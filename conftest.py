@@ -102,11 +102,16 @@ def _memory_maps():
 MOST_MAPS = 5_000
 
 
+def let_go_of_compiled_code():
+    """Once there is much of it: after each file, and before each generated program."""
+    if _memory_maps() >= MOST_MAPS:
+        jax.clear_caches()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_code_is_let_go():
     yield
-    if _memory_maps() >= MOST_MAPS:
-        jax.clear_caches()
+    let_go_of_compiled_code()
 
 
 def pytest_configure(config):

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from conftest import let_go_of_compiled_code
+
 ROWS, WIDTH, VOCAB, TAPS = 3, 4, 5, 2
 SHAPES = {
     "W": (WIDTH, WIDTH),
@@ -233,4 +235,5 @@ def _steps(draw: Any, depth: int, max_size: int) -> tuple[Step, ...]:
 @st.composite
 def programs(draw: Any, depth: int = 2, max_size: int = 5) -> Program:
     """Strategy for programs; ``depth`` bodies within bodies at the most."""
+    let_go_of_compiled_code()
     return Program(draw(_steps(depth, max_size)), draw(st.integers(0, 2**16)))

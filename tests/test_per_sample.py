@@ -102,10 +102,11 @@ def check(
 ROADS = ("gram", "direct", "materialize", "auto")
 
 
-# Each costs a compilation of about a second.
-@settings(max_examples=2 * PROGRAMS if DEEP else PROGRAMS // 3)
+# Each costs a compilation of about a second; in parts, which workers share.
+@pytest.mark.parametrize("part", range(8 if DEEP else 1))
+@settings(max_examples=PROGRAMS // 4 if DEEP else PROGRAMS // 3)
 @given(program=programs())
-def test_generated_programs_equal_the_loop(program: Program):
+def test_generated_programs_equal_the_loop(program: Program, part: int):
     with jax.enable_x64(True):
         params, batch = program.params(np.float64), program.inputs(np.float64, batch=3)
         road = ROADS[program.seed % len(ROADS)]
