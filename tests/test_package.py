@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -35,6 +36,20 @@ def test_public_name_has_a_docstring_with_every_parameter_and_an_example(name):
         absent = [p for p in inspect.signature(thing).parameters if f"{p}:" not in text]
         assert not absent, f"not explained under Args: {absent}"
         assert ">>>" in text, "no example"
+
+
+def classes(hint):
+    """Those that an annotation names, at any depth."""
+    inner = hint if isinstance(hint, (list, tuple)) else typing.get_args(hint)
+    return {hint} if isinstance(hint, type) else set().union(*map(classes, inner))
+
+
+def test_classes_that_public_functions_take_or_return_are_public():
+    functions = filter(inspect.isfunction, PUBLIC.values())
+    named = set().union(*(classes(tuple(typing.get_type_hints(f).values())) for f in functions))
+    ours = {c for c in named if c.__module__.partition(".")[0] == "funcgrad"}
+    assert len(ours) > 10
+    assert ours <= set(filter(inspect.isclass, PUBLIC.values()))
 
 
 @pytest.mark.parametrize("package, extra", _cli._EXTRA_OF.items())
