@@ -82,7 +82,7 @@ def _app() -> Any:
         model: Annotated[list[str] | None, typer.Option(help="Models; all, if none.")] = None,
         turns: Annotated[int, typer.Option(min=1, help="Calls of each contender.")] = 5,
         resume: Annotated[
-            bool, typer.Option("--resume", help="Keep what an interrupted run has measured.")
+            bool, typer.Option("--resume", help="Keep what an earlier run has measured alike.")
         ] = False,
         source: Annotated[
             Path | None, typer.Option("--from", help="Folder of figures to report; runs nothing.")

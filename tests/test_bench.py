@@ -372,10 +372,15 @@ def test_report_is_made_again_from_its_figures(results, tmp_path, console):
 
 
 def test_resumed_run_keeps_what_was_measured_the_same_way():
-    kind = {"date": "today", "turns": 5, "machine": {"cores": 2}}
-    earlier = {**kind, "models": {"mlp": {"title": "MLP"}}}
-    assert report._kept(kind, earlier) == earlier["models"]
+    kind = {"date": "today", "turns": 5, "machine": {"cores": 2, "date": "today"}}
+    earlier = {**kind, "date": "before", "machine": {"cores": 2, "date": "before"}}
+    earlier["models"] = {"mlp": {"title": "MLP"}, "cnn": {"date": "long before"}}
+    assert report._kept(kind, earlier) == {
+        "mlp": {"title": "MLP", "date": "before"},
+        "cnn": {"date": "long before"},
+    }
     assert report._kept({**kind, "turns": 1}, earlier) == {} == report._kept(kind, None)
+    assert report._kept({**kind, "machine": {"cores": 4, "date": "today"}}, earlier) == {}
 
 
 def test_resumed_run_measures_the_rest(monkeypatch, console, tmp_path):

@@ -86,6 +86,14 @@ def test_page_needs_nothing_beside_itself_and_escapes_what_it_shows():
         assert any(words in part for part in reader.text), words
 
 
+def test_facts_say_the_days_of_all_models():
+    days = lambda *given: {"models": {str(i): {"date": day} for i, day in enumerate(given)}}
+    facts = lambda models: dict(_page.facts({**FIGURES, **models}))["date"]
+    assert facts(days("2026-01-02", "2026-01-01")) == "2026-01-01 to 2026-01-02"
+    assert facts(days("2026-01-01")) == "2026-01-01"
+    assert facts({"models": {}}) == "2026-01-02"
+
+
 def test_losses_are_the_best_of_ours_behind_the_best_that_is_right():
     found = losses([TABLE])
     assert [(loss.column.name, loss.ours.name, loss.theirs.name) for loss in found] == [

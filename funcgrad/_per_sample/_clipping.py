@@ -1,30 +1,28 @@
 """Clip each sample and add, so that rounding keeps the bound: three roads to one sum."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from funcgrad import _jaxpr
 from funcgrad._compat import gathered, make_varying, varying_axes
+from funcgrad._per_sample._exact_norms import exact_norms
 from funcgrad._per_sample._factors import Squares
 from funcgrad._per_sample._lookups import Rows, add_rows, weighted_rows
 from funcgrad._per_sample._per_sample import backward
-from funcgrad._per_sample._records import Formed, Records, Scheme
+from funcgrad._per_sample._records import Records, Scheme
 from funcgrad._per_sample._reference import Problem
-from funcgrad._per_sample._roads import has_lost_digits, norm_slots, single_terms
+from funcgrad._per_sample._roads import has_lost_digits, norm_slots
 from funcgrad._per_sample._sums import (
     add_compensated,
     compensated_sum,
     norm_dtype,
     norm_slack,
-    one_vector,
     scaled_norm,
     wide,
 )
@@ -155,9 +153,15 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
             trouble |= left_out > float(jnp.finfo(left_out.dtype).eps) * bounds.values[k] ** 2
         axes = varying_axes((fast, mask, trouble))
         is_troubled = jnp.any(trouble & mask)
+
+        def exact(_: Any) -> Any:
+            index = [bounds.index(k) for k in range(len(bounds.values))]
+            norms, finite = exact_norms(records, index, formed)
+            return make_varying((norms, norms, finite), axes)
+
         norms, most, finite = lax.cond(
             is_troubled,
-            lambda fast: make_varying(_norms_of_rows(records, bounds, formed), axes),
+            exact,
             lambda fast: fast,
             make_varying(gathered(fast), axes),
         )
@@ -259,49 +263,6 @@ def _norms(
 
 def _sum(terms: list[Any], records: Records) -> Any:
     return sum(terms, jnp.zeros(records.scheme.n_samples, records.dtype))
-
-
-def _norms_of_rows(records: Records, bounds: Bounds, formed: Formed) -> Any:
-    """The same from the gradients, scaled so that no square overflows; and if all is finite.
-
-    Numbers are put together before they are looked at: this is compiled in every program, and
-    hardly ever run.
-    """
-    roads, sites = records.scheme.roads, records.scheme.sites
-    used = [i for i, road in enumerate(roads) if road.road != "unused" and i not in formed]
-    again = [i for i in used if roads[i].road != "product"]
-
-    def one(sample: Any, rows: dict[int, Any]) -> Any:
-        rows = rows | dict(zip(again, records.row(sample, again) if again else [], strict=True))
-        norms, finite = [], jnp.ones((), bool)
-        for k in range(len(bounds.values)):
-            whole = [rows[i] for i in bounds.index(k) if i in rows]
-            products = [roads[i] for i in bounds.index(k) if i in used and i not in rows]
-            terms = [term for road in products for term in single_terms(road, sites, sample[:2])]
-            parts = [scaled_norm([one_vector(whole)])] if whole or not terms else []
-            parts += [_norm_of_products(terms)] if terms else []
-            unit, ratio = (one_vector([part[j] for part in parts]) for j in (0, 1))
-            # Infinite where the largest entry is.
-            top = jnp.maximum(jnp.where(ratio > 0, unit, 0).max(), jnp.finfo(unit.dtype).tiny)
-            norm = top * jnp.sqrt(jnp.sum(jnp.square(ratio * (unit / top))))
-            norms.append(norm.astype(records.dtype))
-            finite &= functools.reduce(jnp.logical_and, [p[2] for p in parts]) & jnp.isfinite(top)
-        return norms, finite
-
-    bytes_each = records.row_bytes([*again, *formed]) + 2 * records.scheme.bytes_each
-    norms, finite = records.for_each(one, used, bytes_each, formed)
-    return norms, norms, finite
-
-
-def _norm_of_products(terms: list[Any]) -> tuple[Any, Any, Any]:
-    """As ``scaled_norm``, but units and ratios by block, from the vectors of ``single_terms``."""
-    sides = [left for left, _, _ in terms] + [right for _, right, _ in terms]
-    longest, dtype = max(x.shape[1] for x in sides), norm_dtype(sides)
-    padded = [jnp.pad(x.astype(dtype), ((0, 0), (0, longest - x.shape[1]))) for x in sides]
-    unit, ratio, finite = jax.vmap(lambda row: scaled_norm([row]))(jnp.concatenate(padded))
-    scale = np.concatenate([np.full(len(left), scale, dtype) for left, _, scale in terms])
-    n = len(scale)
-    return unit[:n] * unit[n:], ratio[:n] * ratio[n:] * scale, finite.all()
 
 
 def _factor(most: Any, k: int, records: Records, bounds: Bounds) -> Any:

@@ -195,8 +195,8 @@ def formed_gradient(site: Site, operands: Any, cotangents: Any) -> Any:
 def _patches(x: Any, window: list[int], out: Any, params: dict[str, Any]) -> Any:
     """The input under the filter at each position: (lead * n, positions, taps * features).
 
-    A lookup of rows of features, and of a row of zeros for padding: a convolution would
-    multiply, and slices, one for each tap, take ten times as long to compile.
+    A lookup of rows of features, zeros for one that is not there: a convolution would multiply,
+    and slices, one for each tap, take ten times as long to compile.
     """
     sizes, features, n = x.shape[2:-1], x.shape[-1], len(window)
     x = x.reshape(math.prod(x.shape[:2]), math.prod(sizes), features)
@@ -212,8 +212,7 @@ def _patches(x: Any, window: list[int], out: Any, params: dict[str, Any]) -> Any
     if not x.size:
         return jnp.zeros((len(x), math.prod(out), math.prod(window) * features), x.dtype)
     rows = np.where(inside, rows, x.shape[1]).ravel()
-    x = jnp.concatenate([x, jnp.zeros_like(x[:, :1])], 1)
-    found = x.at[:, rows.astype(np.int32)].get(mode="promise_in_bounds")
+    found = x.at[:, rows.astype(np.int32)].get(mode="fill", fill_value=0)
     return found.reshape(len(x), math.prod(out), -1)
 
 
@@ -296,8 +295,12 @@ def squared_norms(f: Factors, gram: bool) -> Squares:
         # An entry of a Gram matrix is at most the root of its two on the diagonal.
         flushed = terms * tiny * _totals(n_rows * of_b + n_columns * of_a + terms)
         return Squares(_totals(a * b), _totals(of_a * of_b), flushed)
-    grad = jnp.einsum("...ti,...tj->...ij", f.left, f.right, precision=EXACT)
-    return squares_of(grad)
+    return squares_of(product(f))
+
+
+def product(f: Factors) -> Any:
+    """Each sample's gradient, (batch, blocks, rows, columns), where ``left`` is no lookup."""
+    return jnp.einsum("...ti,...tj->...ij", f.left, f.right, precision=EXACT)
 
 
 def squares_of(gradients: Any) -> Squares:

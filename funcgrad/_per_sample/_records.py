@@ -18,6 +18,7 @@ from funcgrad._per_sample._plan import Level, Site
 from funcgrad._per_sample._roads import (
     LeafRoad,
     has_lost_digits,
+    leaf_entries,
     leaf_squares,
     patch_bytes,
 )
@@ -99,6 +100,11 @@ def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any, clean: Any) -> dict[
     xs = blank([p.array for p in packed], kept, clean)
     xs = [lax.expand_dims(x, p.units) for x, p in zip(xs, packed, strict=True)]
     return dict(zip(arrays, xs, strict=True))
+
+
+def _needs_layout(road: LeafRoad) -> bool:
+    """Whether no list of products holds the entries of a leaf's gradient."""
+    return road.parts is None or any(part.rows for part in road.parts)
 
 
 Formed = Mapping[int, Any]
@@ -244,6 +250,20 @@ class Records:
         operands, cotangents, _ = sample
         return self._pull_back(operands, cotangents, index, None)
 
+    def entries(self, sample: Any, index: Sequence[int]) -> list[list[Any]]:
+        """Arrays with the entries of ``row``, for each leaf, in no certain order."""
+        roads = self.scheme.roads
+        laid = [i for i in index if _needs_layout(roads[i])]
+        rows = dict(zip(laid, self.row(sample, laid) if laid else [], strict=True))
+        records = [
+            [x if x is None else jnp.expand_dims(x, len(site.lengths)) for x in both]
+            for site, *both in zip(self.scheme.sites, *sample[:2], strict=True)
+        ]
+        return [
+            [rows[i]] if i in rows else leaf_entries(roads[i], self.scheme.sites, records)
+            for i in index
+        ]
+
     def _pull_back(
         self, operands: Any, cotangents: Any, index: Sequence[int] | None, n: int | None
     ) -> list[Any]:
@@ -325,8 +345,11 @@ class Records:
             return [Squares(*[jnp.zeros(0, self.dtype)] * 3) for _ in index]
 
         def one(sample: Any, _: Any) -> list[Squares]:
-            rows = self.row(sample, index)
-            return [Squares(*(x[0] for x in squares_of(row[None]))) for row in rows]
+            found = []
+            for arrays in self.entries(sample, index):
+                squares = [squares_of(x.reshape(1, -1)) for x in arrays]
+                found.append(Squares(*(sum(column)[0] for column in zip(*squares, strict=True))))
+            return found
 
         return self.for_each(one, index, self.row_bytes(index))
 

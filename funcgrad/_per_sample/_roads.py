@@ -16,6 +16,7 @@ from funcgrad._per_sample._factors import (
     factors,
     is_tied,
     join,
+    product,
     rows_times_dense,
     squared_norms,
     squares_of,
@@ -290,9 +291,29 @@ def leaf_squares(
 
     The sample axis of a site's record is behind those of its loops.
     """
+    mine, parts = _placed(road)
+    return _squares(
+        tuple(sites[k] for k in mine),
+        [records[k] for k in mine],
+        parts=parts,
+        n_samples=n_samples,
+    )
+
+
+def leaf_entries(road: LeafRoad, sites: Sequence[Site], records: Sequence[Any]) -> list[Any]:
+    """Arrays that hold the entries of a leaf's gradient, (samples, ...), in no certain order.
+
+    For a leaf without lookups; laid out as it is, the gradient would take one more copy.
+    """
+    mine, parts = _placed(road)
+    return _entries(tuple(sites[k] for k in mine), [records[k] for k in mine], parts=parts)
+
+
+def _placed(road: LeafRoad) -> tuple[list[int], tuple[Part, ...]]:
+    """The sites of a leaf, and its parts with the places of their sites in that list."""
     mine = [k for part in road.parts or () for k in (*part.rows, *part.dense)]
     place = {k: i for i, k in enumerate(mine)}
-    parts = tuple(
+    return mine, tuple(
         dataclasses.replace(
             part,
             rows=tuple(place[k] for k in part.rows),
@@ -300,12 +321,20 @@ def leaf_squares(
         )
         for part in road.parts or ()
     )
-    return _squares(
-        tuple(sites[k] for k in mine),
-        [records[k] for k in mine],
-        parts=parts,
-        n_samples=n_samples,
-    )
+
+
+@by_form
+def _entries(sites: tuple[Site, ...], records: Any, *, parts: tuple[Part, ...]) -> list[Any]:
+    found = []
+    for part in parts:
+        if part.is_value:
+            g = records[part.dense[0]][1]
+            found.append(g.astype(wide(g.dtype)) * abs(_layout(sites[part.dense[0]]).scale))
+        else:
+            joined = _joined(part.dense, sites, records)
+            assert joined is not None
+            found.append(product(joined.widened()))
+    return found
 
 
 @by_form
@@ -343,27 +372,6 @@ def _squares_of_part(part: Part, sites: tuple[Site, ...], records: Any) -> Squar
     if rows is not None and dense is not None:
         total = total._replace(value=total.value + 2 * jax.vmap(rows_times_dense)(rows, dense))
     return total
-
-
-def single_terms(road: LeafRoad, sites: Sequence[Site], sample: Any) -> list[Any]:
-    """The vectors whose outer products are one sample's gradient of a "product" leaf.
-
-    For each part ``left`` and ``right``, a row for each of its blocks, and what scales them.
-    """
-    operands, cotangents = sample
-    found = []
-    for part in road.parts or ():
-        (k,) = part.dense
-        scale = abs(_layout(sites[k]).scale)
-        if part.is_value:
-            g = cotangents[k].astype(wide(cotangents[k].dtype)).reshape(1, -1)
-            found.append((g, jnp.ones((1, 1), g.dtype), scale))
-            continue
-        f = factors(sites[k], operands[k][None], cotangents[k][None])
-        assert f is not None
-        f = f.widened()
-        found.append((f.left[0, :, 0], f.right[0, :, 0], scale))
-    return found
 
 
 @functools.partial(jax.jit, inline=True)  # to be traced once for all leaves

@@ -32,26 +32,24 @@ def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
     ``ratio`` is about 1 to the root of the number of entries, so neither factor overflows
     when the entries are finite; an entry below the smallest normal number counts as 0.
     """
-    parts = [part for leaf in leaves for part in _real_parts(leaf) if part.size]
+    parts = [part for leaf in leaves for part in real_parts(leaf) if part.size]
     if not parts:
         return jnp.ones(()), jnp.zeros(()), jnp.ones((), bool)
     dtype = norm_dtype(parts)
     parts = [part.astype(dtype) for part in parts]
     peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)) for part in parts])
-    # Kept away from both ends of the range, where the reciprocal is flushed to zero.
-    widest = 2.0 ** (jnp.finfo(dtype).maxexp - 8)
-    unit = jnp.where(jnp.isfinite(peak) & (peak > 0), jnp.clip(peak, 1 / widest, widest), 1)
-    squares = [_folded_sum(jnp.square(part / unit)) for part in parts]
-    total = _folded_sum(jnp.stack(squares)) if len(squares) > 1 else squares[0]
+    unit = unit_of(peak)
+    squares = [folded_sum(jnp.square(part / unit).ravel()) for part in parts]
+    total = folded_sum(jnp.stack(squares)) if len(squares) > 1 else squares[0]
     # Not read off the peak: on CPU the compiler's maximum of many numbers loses a NaN.
     return unit, jnp.sqrt(total), jnp.isfinite(total)
 
 
-def one_vector(leaves: Sequence[Any]) -> Any:
-    """All real numbers of ``leaves`` side by side, in float32 or wider."""
-    parts = [part.ravel() for leaf in leaves for part in _real_parts(leaf)]
-    dtype = norm_dtype(parts)
-    return jnp.concatenate([part.astype(dtype) for part in [*parts, jnp.zeros(0, dtype)]])
+def unit_of(peak: Any) -> Any:
+    """What to divide numbers by whose largest is ``peak``, so that no square overflows."""
+    # Kept away from both ends of the range, where the reciprocal is flushed to zero.
+    widest = 2.0 ** (jnp.finfo(peak.dtype).maxexp - 8)
+    return jnp.where(jnp.isfinite(peak) & (peak > 0), jnp.clip(peak, 1 / widest, widest), 1)
 
 
 def norm_slack(n_entries: int) -> int:
@@ -60,18 +58,19 @@ def norm_slack(n_entries: int) -> int:
     return 8 + _FOLD // 2 * levels
 
 
-def _real_parts(leaf: Any) -> list[Any]:
+def real_parts(leaf: Any) -> list[Any]:
+    """The real and the imaginary part of a complex array, or a real one itself."""
     return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
 
 
-def _folded_sum(x: Any) -> Any:
+def folded_sum(x: Any) -> Any:
+    """The sum over the last axis, (...), whose error grows with the logarithm of its length."""
     # A plain reduction may add a million squares one after another, each rounding growing
-    # with the partial sum; folded, the error grows with the logarithm of their number.
-    x = x.ravel()
-    while x.size > _FOLD:
-        rest = -x.size % _FOLD
-        x = jnp.pad(x, (0, rest)).reshape(_FOLD, -1).sum(0)
-    return x.sum()
+    # with the partial sum.
+    while x.shape[-1] > _FOLD:
+        rest = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _FOLD)]
+        x = jnp.pad(x, rest).reshape(*x.shape[:-1], _FOLD, -1).sum(-2)
+    return x.sum(-1)
 
 
 def compensated_sum(x: Any) -> tuple[Any, Any]:

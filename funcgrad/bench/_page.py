@@ -87,9 +87,10 @@ def facts(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
       figures: A task's, as in its JSON.
     """
     machine = Machine(**figures["machine"])
+    days = sorted({of.get("date", figures["date"]) for of in figures["models"].values()})
     loads = [of["load"] for of in figures["models"].values() if "load" in of]
     facts = [
-        ("date", figures["date"]),
+        ("date", " to ".join(dict.fromkeys([days[0], days[-1]])) if days else figures["date"]),
         ("machine", f"{machine.processor}, {machine.cores} cores, {machine.system}"),
         ("computed on", machine.device),
         ("load before each", f"{min(loads):.1f} to {max(loads):.1f}" if loads else "not noted"),

@@ -103,8 +103,8 @@ def run(
       full: Whether to measure over a range of sizes too, which takes long.
       models: The models of the tasks; all, if none.
       turns: Calls of each contender.
-      resume: Whether to keep the models that an interrupted run left in ``out``, if it was of
-        the same day, machine, versions and turns.
+      resume: Whether to keep the models that an earlier run left in ``out``, if it was of the
+        same machine, versions and turns; each has its date.
       source: A folder of figures to report again; then nothing is measured.
       html: Whether to write one page of all figures in ``out``.
       json: Whether to print the figures as JSON, and the progress to the error stream.
@@ -207,6 +207,7 @@ def _measure(
     }
     earlier = loads(file.read_text()) if resume and file.exists() else None
     kept = _kept(kind, earlier)
+    today = {"date": machine.date}
     models: dict[str, Any] = {}
     console.rule(f"bench: {name}", align="left")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -216,7 +217,7 @@ def _measure(
             tell: Tell = lambda text, share, i=i, model=model: bars.update(
                 bar, description=f"{model}: {text}", completed=i + share
             )
-            models[model] = kept[model] if model in kept else task.measure(model, options, tell)
+            models[model] = kept.get(model) or {**task.measure(model, options, tell), **today}
             later = {name: kept[name] for name in chosen[i + 1 :] if name in kept}
             _save(file, {**kind, "models": models | later})
             for table in task.tables({model: models[model]}):
@@ -229,10 +230,15 @@ def _measure(
 
 
 def _kept(kind: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The models that an interrupted run of the same kind has measured."""
-    if earlier is None or any(earlier.get(key) != value for key, value in kind.items()):
+    """The models that an earlier run of the same kind has measured, each with its date."""
+    if earlier is None or _without_date(earlier) != _without_date(kind):
         return {}
-    return earlier["models"]
+    return {name: {"date": earlier["date"], **of} for name, of in earlier["models"].items()}
+
+
+def _without_date(kind: Mapping[str, Any]) -> dict[str, Any]:
+    machine = {key: value for key, value in kind["machine"].items() if key != "date"}
+    return {**kind, "machine": machine, "models": None, "date": None}
 
 
 def _save(file: Path, figures: Mapping[str, Any]) -> None:

@@ -1,0 +1,112 @@
+"""Norms of samples whose numbers are of any size, by every road, beside float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import funcgrad as fg
+from conftest import DEEP
+
+N, T, D, VOCAB = 64, 3, 5, 7
+LARGEST = float(np.finfo(np.float32).max)
+SHAPES = {
+    "product": (D, D),
+    "bias": (D,),
+    "long": (600,),
+    "terms": (D, D),
+    "kernel": (2, D, D),
+    "rows": (VOCAB, D),
+    "stack": (4, D, D),
+    "computed": (D,),
+}
+
+
+def loss(p, x, y, ids):
+    """Linear in what it is given, so that no number but the gradients is large."""
+
+    def layer(total, both):
+        weight, left, right = both
+        return total + jnp.vdot(left @ weight, right), None
+
+    convolved = lax.conv_general_dilated(
+        x["kernel"][None], p["kernel"], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    return (
+        jnp.vdot(x["product"] @ p["product"], y["product"])
+        + jnp.vdot(p["bias"], y["bias"])
+        + jnp.vdot(p["long"], y["long"])
+        + jnp.vdot(x["terms"] @ p["terms"], y["terms"])
+        + jnp.vdot(convolved, y["kernel"])
+        + jnp.vdot(p["rows"][ids], y["rows"])
+        + lax.scan(layer, jnp.zeros(()), (p["stack"], x["stack"], y["stack"]))[0]
+        + jnp.vdot(jnp.tanh(p["computed"]), y["computed"])
+    )
+
+
+X = {"product": (D,), "terms": (T, D), "kernel": (T, D), "stack": (4, D)}
+Y = {**X, "bias": (D,), "long": (600,), "kernel": (1, T - 1, D), "rows": (T, D), "computed": (D,)}
+
+
+def inputs(rng):
+    """Each sample has a size for each of its arrays; some numbers are not finite."""
+
+    def of(shape):
+        size = 10.0 ** rng.uniform(-24, 24, size=(N, *[1] * len(shape)))
+        size[rng.random(N) < 0.5] = 1
+        size[rng.random(N) < 0.1] = 0
+        array = size * rng.normal(size=(N, *shape))
+        if rng.random() < 0.3:
+            where = rng.integers(N), *(rng.integers(n) for n in shape)
+            array[where] = rng.choice([np.nan, np.inf, -np.inf])
+        return array.astype(np.float32)
+
+    ids = rng.integers(0, VOCAB, size=(N, T)).astype(np.int32)
+    return {k: of(s) for k, s in X.items()}, {k: of(s) for k, s in Y.items()}, ids
+
+
+PARAMS = {
+    k: np.random.default_rng(i).normal(size=s).astype(np.float32)
+    for i, (k, s) in enumerate(SHAPES.items())
+}
+
+
+@jax.jit
+def rows_of(params, *batch):
+    """One sample after the other: a mapped convolution lets a NaN into other samples."""
+    return lax.map(lambda sample: jax.grad(loss)(params, *sample), batch)
+
+
+@pytest.mark.parametrize("road", ["auto", "gram", "direct"])
+@pytest.mark.parametrize("groups", ["one", "each"])
+def test_norms_and_what_is_finite_are_those_of_float64(road, groups):
+    bounds = 1.0 if groups == "one" else dict.fromkeys(SHAPES, 1.0)
+    run = jax.jit(fg.clipped_grad(loss, max_norm=bounds, road=road))
+    for seed in range(200 if DEEP else 20):
+        batch = inputs(np.random.default_rng(seed))
+        out = run(PARAMS, *batch)
+        with jax.enable_x64(True), np.errstate(invalid="ignore", over="ignore"):
+            wide = lambda x: x.astype(np.float64) if x.dtype.kind == "f" else x
+            rows = jax.tree.map(np.asarray, rows_of(*jax.tree.map(wide, (PARAMS, *batch))))
+            norms = {k: np.linalg.norm(g.reshape(N, -1), axis=1) for k, g in rows.items()}
+            peaks = np.max([np.abs(g.reshape(N, -1)).max(1) for g in rows.values()], 0)
+            whole = np.linalg.norm(list(norms.values()), axis=0)
+        finite = np.isfinite(whole) & (peaks < LARGEST)
+        assert out.nonfinite == np.sum(~finite)
+        found = {"all": out.norms} if groups == "one" else out.norms
+        expected = {"all": whole} if groups == "one" else norms
+        for k, right in expected.items():
+            got = np.asarray(found[k], np.float64)[finite]
+            right = right[finite]
+            fits = right < LARGEST
+            np.testing.assert_allclose(got[fits], right[fits], rtol=2e-6, atol=1e-36)
+            assert np.all(got[~fits] >= LARGEST)
+        for k, grad in out.grads.items():
+            norm = norms[k] if groups == "each" else whole
+            # The weight of a sample whose norm is above this is subnormal: it is left out.
+            counts = finite & (norm < 8e37)
+            weight = 1 / np.maximum(norm[counts], 1)
+            right = np.einsum("n,n...->...", weight, rows[k][counts])
+            near = np.any(finite & ~counts)
+            np.testing.assert_allclose(grad, right, rtol=1e-4, atol=1 if near else 1e-4)
