@@ -348,7 +348,8 @@ class Records:
             found = []
             for arrays in self.entries(sample, index):
                 squares = [squares_of(x.reshape(1, -1)) for x in arrays]
-                found.append(Squares(*(sum(column)[0] for column in zip(*squares, strict=True))))
+                columns = zip(*squares, strict=True)
+                found.append(Squares(*(functools.reduce(jnp.add, xs)[0] for xs in columns)))
             return found
 
         return self.for_each(one, index, self.row_bytes(index))
