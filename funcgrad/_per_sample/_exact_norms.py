@@ -15,7 +15,7 @@ from funcgrad._compat import gathered
 from funcgrad._per_sample._factors import factors
 from funcgrad._per_sample._records import Formed, Records
 from funcgrad._per_sample._roads import LeafRoad
-from funcgrad._per_sample._sums import folded_sum, norm_dtype, real_parts, unit_of, wide
+from funcgrad._per_sample._sums import norm_dtype, real_parts, scaled_square, sum_by_pairs, wide
 
 # Vectors of at most so many entries are put together: a copy that is measured at once.
 _SHORT = 512
@@ -110,10 +110,7 @@ def _measured(arrays: list[Any]) -> _Scaled:
     if not parts:
         none = jnp.zeros(arrays[0].shape[:-1], dtype)
         return _Scaled(jnp.ones_like(none), none)
-    unit = unit_of(functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), -1) for x in parts]))
-    squares = [folded_sum(jnp.square(x / unit[..., None])) for x in parts]
-    # Not read off the peak: on CPU the compiler's maximum of many numbers loses a NaN.
-    return _Scaled(unit, functools.reduce(jnp.add, squares))
+    return _Scaled(*scaled_square(parts))
 
 
 def _norm(parts: list[_Scaled]) -> Any:
@@ -128,6 +125,6 @@ def _norm(parts: list[_Scaled]) -> Any:
         (part.square * jnp.square((unit * nearer[:, None]) * inverse[:, None])).sum(1)
         for part, unit in zip(parts, units, strict=True)
     ]
-    total = functools.reduce(jnp.add, squares)
+    total = sum_by_pairs(squares)
     # Infinite where the largest entry is, a product that overflows.
     return jnp.where(jnp.isfinite(total) & jnp.isfinite(top), top * jnp.sqrt(total), jnp.nan)

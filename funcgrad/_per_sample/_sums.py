@@ -36,16 +36,29 @@ def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
     if not parts:
         return jnp.ones(()), jnp.zeros(()), jnp.ones((), bool)
     dtype = norm_dtype(parts)
-    parts = [part.astype(dtype) for part in parts]
-    peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)) for part in parts])
-    unit = unit_of(peak)
-    squares = [folded_sum(jnp.square(part / unit).ravel()) for part in parts]
-    total = folded_sum(jnp.stack(squares)) if len(squares) > 1 else squares[0]
-    # Not read off the peak: on CPU the compiler's maximum of many numbers loses a NaN.
-    return unit, jnp.sqrt(total), jnp.isfinite(total)
+    unit, square = scaled_square([part.astype(dtype).ravel() for part in parts])
+    return unit, jnp.sqrt(square), jnp.isfinite(square)
 
 
-def unit_of(peak: Any) -> Any:
+def scaled_square(parts: Sequence[Any]) -> tuple[Any, Any]:
+    """The squared 2-norm of real arrays over their last axis as ``unit**2 * square``.
+
+    ``square``, about 1 to the number of entries, is not finite where an entry is not: that is
+    not read off the peak, since on CPU the compiler's maximum of many numbers loses a NaN.
+    """
+    unit = _unit(functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part), -1) for part in parts]))
+    return unit, sum_by_pairs([_folded_sum(jnp.square(x / unit[..., None])) for x in parts])
+
+
+def sum_by_pairs(terms: Sequence[Any]) -> Any:
+    """The sum of some arrays, whose error grows with the logarithm of their number."""
+    if len(terms) == 1:
+        return terms[0]
+    half = len(terms) // 2
+    return sum_by_pairs(terms[:half]) + sum_by_pairs(terms[half:])
+
+
+def _unit(peak: Any) -> Any:
     """What to divide numbers by whose largest is ``peak``, so that no square overflows."""
     # Kept away from both ends of the range, where the reciprocal is flushed to zero.
     widest = 2.0 ** (jnp.finfo(peak.dtype).maxexp - 8)
@@ -63,7 +76,7 @@ def real_parts(leaf: Any) -> list[Any]:
     return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
 
 
-def folded_sum(x: Any) -> Any:
+def _folded_sum(x: Any) -> Any:
     """The sum over the last axis, (...), whose error grows with the logarithm of its length."""
     # A plain reduction may add a million squares one after another, each rounding growing
     # with the partial sum.
