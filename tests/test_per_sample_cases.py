@@ -616,6 +616,32 @@ def test_a11_lookups_of_one_token_that_cancel_are_within_1e_4_of_float64():
     np.testing.assert_allclose(norms, expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("n_terms", [1, 2])
+def test_a11_a_lookup_that_cancels_a_product_with_the_same_weight(n_terms):
+    """A tied embedding: neither use cancels by itself."""
+    rng = np.random.default_rng(0)
+    rest = jnp.asarray([0.0, 1e-1, 1e-3, 1e-5, 1e-6, 1.0], jnp.float32)
+    e, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in [(9, 5), (6, n_terms, 5)])
+    tokens = jnp.asarray(rng.integers(0, 9, (6, n_terms)))
+
+    def loss(e, t, x, rest):
+        looked_up = jnp.sum(e[t] * x * (1 + rest))
+        return looked_up - jnp.sum((x @ e.T) * jax.nn.one_hot(t, 9))
+
+    batch = tokens, x, rest
+    rows = loop(loss, e, *batch)
+    expected = np.linalg.norm(np.asarray(rows).reshape(6, -1), axis=1)
+    assert fg.per_sample(loss)(e, *batch).explain()[0].road == "gram"
+    norms = jax.jit(lambda e, *b: fg.per_sample(loss)(e, *b).norms())(e, *batch)
+    np.testing.assert_allclose(norms, expected, rtol=1e-4, atol=1e-7)
+    out = jax.jit(fg.clipped_grad(loss, max_norm=1e-4))(e, *batch)
+    np.testing.assert_allclose(out.norms, expected, rtol=1e-4, atol=1e-7)
+    weights = np.minimum(1, 1e-4 / np.maximum(expected, 1e-30))
+    # Of the size that rounding has where terms of about 1 cancel.
+    right = np.einsum("n,nij->ij", weights, np.asarray(rows))
+    np.testing.assert_allclose(out.grads, right, rtol=1e-4, atol=1e-6)
+
+
 def test_a11_terms_that_cancel_to_nothing_give_a_small_norm_and_never_a_nan():
     x, signs = cancelling(0.0)
     loss = lambda p, x: jnp.sum(jnp.asarray(signs, x.dtype)[:, None] * (x @ p["w"]))

@@ -280,7 +280,7 @@ def squared_norms(f: Factors, gram: bool) -> Squares:
     f = f.widened()
     blocks, terms, n_rows, n_columns = f.sizes
     tiny = float(jnp.finfo(f.right.dtype).tiny)
-    if terms == 1:
+    if terms == 1 and not gram:
         # In the shape in which the norm of a bias beside it is taken, to be one with it.
         flat = lambda x: jnp.square(x.squeeze([d for d in range(1, x.ndim - 1) if x.shape[d] == 1]))
         right_sq = flat(f.right).sum(-1)
