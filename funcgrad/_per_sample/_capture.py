@@ -19,8 +19,8 @@ from funcgrad import _jaxpr
 from funcgrad._compat import JaxprEqn, Literal, make_varying, primitives, varying_axes
 from funcgrad._per_sample._factors import formed_gradient
 from funcgrad._per_sample._forms import by_form
+from funcgrad._per_sample._leaf_norms import NormSlot, site_norm
 from funcgrad._per_sample._plan import Level, Site, picked_axes
-from funcgrad._per_sample._roads import NormSlot, site_norm
 from funcgrad._per_sample._sums import wide
 
 Slots = dict[Site, Any]

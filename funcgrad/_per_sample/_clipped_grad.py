@@ -48,7 +48,7 @@ class ClippedGrads(NamedTuple):
     """The share of the counted samples whose norm was above the bound, shaped like
     ``max_norm``."""
     nonfinite: Any
-    """How many samples were left out because a gradient entry was NaN or infinite."""
+    """How many samples were left out because their gradient or its norm was NaN or infinite."""
     values: Any
     """The losses, (batch,)."""
     aux: Any
@@ -176,9 +176,11 @@ def clipped_grad(
     and the bound that is aimed at is smaller than ``max_norm`` by the rounding of the sum,
     a few units in the last place per sample (for 256 samples in float32 about 0.005%).
     With ``road="materialize"``, which adds in twice the working precision, this holds by
-    construction; the other roads leave the same margin, and generated hostile batches have
-    not exceeded it.  A sample with a NaN or an infinity in its gradient contributes nothing
-    and is counted in ``nonfinite``.
+    construction.  The other roads leave the same margin, and generated hostile batches have
+    not exceeded it but for one kind: where the terms of a sample's gradient (tokens, positions)
+    cancel to less than about a hundredth of what they are, the rounding of their sum may, by
+    1% in float32 where they cancel to 1e-5.  A sample with a NaN or an infinity in its
+    gradient, or as its norm, contributes nothing and is counted in ``nonfinite``.
 
     ==================================  ==================================================
     a batch of no samples               zeros

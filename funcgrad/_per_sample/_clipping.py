@@ -1,6 +1,7 @@
 """Clip each sample and add, so that rounding keeps the bound: three roads to one sum."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +12,17 @@ from jax import lax
 
 from funcgrad import _jaxpr
 from funcgrad._compat import gathered, make_varying, varying_axes
-from funcgrad._per_sample._exact_norms import exact_norms
 from funcgrad._per_sample._factors import Squares
+from funcgrad._per_sample._leaf_norms import has_lost_digits, norm_slots
 from funcgrad._per_sample._lookups import Rows, add_rows, weighted_rows
 from funcgrad._per_sample._per_sample import backward
 from funcgrad._per_sample._records import Records, Scheme
 from funcgrad._per_sample._reference import Problem
-from funcgrad._per_sample._roads import has_lost_digits, norm_slots
 from funcgrad._per_sample._sums import (
     add_compensated,
     compensated_sum,
     norm_dtype,
+    norm_of_norms,
     norm_slack,
     scaled_norm,
     wide,
@@ -92,17 +93,17 @@ def no_samples(problem: Problem, bounds: Bounds) -> Chunk:
 def clip_one(grads: list[Any], bounds: Bounds) -> Any:
     """One sample's clipped gradient, its norms by group, which were clipped, if it is finite.
 
-    No norm overflows or underflows; a sample that is not finite becomes zeros.
+    No square overflows or underflows; a sample whose norm is not finite becomes zeros.
     """
     grads = [g.astype(wide(g.dtype)) for g in grads]
     norms, clipped, scalings, finites = [], [], [], []
     for k, leaves in enumerate(bounds.members(grads)):
-        unit, ratio, finite = scaled_norm(leaves)
+        unit, ratio = scaled_norm(leaves)
         within = bounds.within(k, sum(leaf.size for leaf in leaves), ratio.dtype)
         norms.append(unit * ratio)
         clipped.append(ratio > within / unit)
         scalings.append((unit, within / ratio))
-        finites.append(finite)
+        finites.append(jnp.isfinite(norms[-1]))
     finite = jnp.stack(finites).all()
 
     def contribution(g: Any, k: int) -> Any:
@@ -143,8 +144,8 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         records = samples._records
         formed = records.formed()
         squares = records.fast_squares(formed)
-        *fast, flushed = _norms(squares, records, bounds)
-        fast = (*fast, jnp.ones_like(mask))
+        norms, most, flushed = _norms(squares, records, bounds)
+        fast = (norms, most)
         trouble = ~jnp.isfinite(_sum([square.value for square in squares], records))
         for square in squares:
             trouble |= has_lost_digits(square)
@@ -154,17 +155,20 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         axes = varying_axes((fast, mask, trouble))
         is_troubled = jnp.any(trouble & mask)
 
-        def exact(_: Any) -> Any:
-            index = [bounds.index(k) for k in range(len(bounds.values))]
-            norms, finite = exact_norms(records, index, formed)
-            return make_varying((norms, norms, finite), axes)
+        zero = jnp.zeros(mask.shape, records.dtype)
 
-        norms, most, finite = lax.cond(
+        def exact(_: Any) -> Any:
+            leaves = records.exact_norms(formed)
+            total = [norm_of_norms([zero, *mine]) for mine in bounds.members(leaves)]
+            return make_varying(gathered((total, total)), axes)
+
+        norms, most = lax.cond(
             is_troubled,
             exact,
             lambda fast: fast,
             make_varying(gathered(fast), axes),
         )
+        finite = functools.reduce(jnp.logical_and, [jnp.isfinite(norm) for norm in norms])
         # Squares of what is not finite are not finite either.
         clean = ~is_troubled & jnp.all(mask)
         grads: list[Any] = [None] * len(records.params)

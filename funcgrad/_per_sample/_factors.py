@@ -16,7 +16,7 @@ from jax import lax
 
 from funcgrad._per_sample._forms import by_form
 from funcgrad._per_sample._plan import Site
-from funcgrad._per_sample._sums import wide
+from funcgrad._per_sample._sums import norm_over, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,6 +296,18 @@ def squared_norms(f: Factors, gram: bool) -> Squares:
         flushed = terms * tiny * _totals(n_rows * of_b + n_columns * of_a + terms)
         return Squares(_totals(a * b), _totals(of_a * of_b), flushed)
     return squares_of(product(f))
+
+
+def product_norms(f: Factors) -> Any:
+    """The norm of each sample's gradient where it is one outer product in each block.
+
+    Whatever the size of the numbers.
+    """
+    f = f.widened()
+    if f.sizes[0] == 1:
+        # In the shape in which the norm of a bias beside it is taken, to be one with it.
+        return norm_over([f.left[:, 0, 0]]) * norm_over([f.right[:, 0, 0]])
+    return norm_over([norm_over([f.left[:, :, 0]]) * norm_over([f.right[:, :, 0]])])
 
 
 def product(f: Factors) -> Any:

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from funcgrad._compat import make_varying, open_jaxpr, varying_axes
 from funcgrad._per_sample import _capture
 from funcgrad._per_sample._batch import Randomness
+from funcgrad._per_sample._leaf_norms import NormSlot
 from funcgrad._per_sample._plan import plan
 from funcgrad._per_sample._records import Records, Scheme
 from funcgrad._per_sample._reference import Problem, prepare
-from funcgrad._per_sample._roads import NormSlot, Road, leaf_roads
+from funcgrad._per_sample._roads import Road, leaf_roads
 from funcgrad._per_sample._samples import Samples
 from funcgrad._trees import LeafSpec, keystr
 

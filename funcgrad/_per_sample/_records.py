@@ -13,16 +13,18 @@ from jax import lax
 from funcgrad._compat import gathered, is_split, make_varying, primitives, varying_axes
 from funcgrad._per_sample import _linear
 from funcgrad._per_sample._factors import EXACT, Squares, squares_of
-from funcgrad._per_sample._map_samples import map_samples, pack
-from funcgrad._per_sample._plan import Level, Site
-from funcgrad._per_sample._roads import (
-    LeafRoad,
+from funcgrad._per_sample._leaf_norms import (
     has_lost_digits,
     leaf_entries,
+    leaf_norms,
     leaf_squares,
+    lies_in_memory,
     patch_bytes,
 )
-from funcgrad._per_sample._sums import norm_dtype, wide
+from funcgrad._per_sample._map_samples import map_samples, pack
+from funcgrad._per_sample._plan import Level, Site
+from funcgrad._per_sample._roads import LeafRoad
+from funcgrad._per_sample._sums import norm_dtype, norm_over, wide
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -338,6 +340,28 @@ class Records:
             found[i] if i in found else leaf_squares(road, self.scheme.sites, records, n)
             for i, road in enumerate(roads)
         ]
+
+    def exact_norms(self, formed: Formed = _NONE) -> list[Any]:
+        """Each sample's norm of each leaf, whatever the size of the numbers.
+
+        From gradients that are ``formed``, what the backward pass gave, or a loop that forms
+        some at a time.  A branch that hardly ever runs takes this, so that what counts is how
+        long it compiles: on CPU a reduction of what lies in memory takes the least.
+        """
+        records = list(zip(self.operands, self.cotangents, strict=True))
+        found = {i: norm_over([x.reshape(len(x), -1)]) for i, x in formed.items()}
+        for i, road in enumerate(self.scheme.roads):
+            if i not in formed and lies_in_memory(road):
+                found[i] = leaf_norms(road, self.scheme.sites, records, self.scheme.n_samples)
+        again = [i for i in range(len(self.params)) if i not in found]
+
+        def one(sample: Any, _: Any) -> list[Any]:
+            return [norm_over([x.ravel() for x in xs]) for xs in self.entries(sample, again)]
+
+        if again:
+            norms = self.for_each(one, again, self.row_bytes(again))
+            found |= dict(zip(again, norms, strict=True))
+        return [found[i].astype(self.dtype) for i in range(len(self.params))]
 
     def exact_squares(self, index: Sequence[int]) -> list[Squares]:
         """From the gradients themselves, some samples at a time."""

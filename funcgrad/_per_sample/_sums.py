@@ -26,28 +26,54 @@ def norm_dtype(leaves: Sequence[Any]) -> Any:
     return functools.reduce(np.promote_types, real, np.dtype(np.float32))
 
 
-def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """The 2-norm as ``unit * ratio``, and whether all entries are finite.
+def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any]:
+    """The 2-norm as ``unit * ratio``.
 
     ``ratio`` is about 1 to the root of the number of entries, so neither factor overflows
-    when the entries are finite; an entry below the smallest normal number counts as 0.
+    when the entries are finite, and it is not finite where one is not; an entry below the
+    smallest normal number counts as 0.
     """
     parts = [part for leaf in leaves for part in real_parts(leaf) if part.size]
     if not parts:
-        return jnp.ones(()), jnp.zeros(()), jnp.ones((), bool)
+        return jnp.ones(()), jnp.zeros(())
     dtype = norm_dtype(parts)
-    unit, square = scaled_square([part.astype(dtype).ravel() for part in parts])
-    return unit, jnp.sqrt(square), jnp.isfinite(square)
+    inverse, square = scaled_square([part.astype(dtype).ravel() for part in parts])
+    return 1 / inverse, jnp.sqrt(square)
+
+
+@functools.partial(jax.jit, inline=True)  # to be traced once for each shape
+def norm_over(parts: Sequence[Any]) -> Any:
+    """The 2-norm over the last axis of some arrays together, whatever the size of their numbers.
+
+    Not finite where an entry is not, or where the norm overflows.
+    """
+    real = [x for part in parts for x in real_parts(part)]
+    dtype = norm_dtype(real)
+    real = [x.astype(dtype) for x in real if x.shape[-1]]
+    if not real:
+        return jnp.zeros(parts[0].shape[:-1], dtype)
+    inverse, square = scaled_square(real)
+    return jnp.sqrt(square) / inverse
+
+
+def norm_of_norms(norms: Sequence[Any]) -> Any:
+    """The norm of vectors together that have these norms; no square overflows or underflows."""
+    largest = functools.reduce(jnp.maximum, norms)
+    unit = jnp.where(largest > 0, largest, 1)
+    return largest * jnp.sqrt(sum_by_pairs([jnp.square(norm / unit) for norm in norms]))
 
 
 def scaled_square(parts: Sequence[Any]) -> tuple[Any, Any]:
-    """The squared 2-norm of real arrays over their last axis as ``unit**2 * square``.
+    """A scale for real arrays, and the squared 2-norm over their last axis of what they are then.
 
-    ``square``, about 1 to the number of entries, is not finite where an entry is not: that is
-    not read off the peak, since on CPU the compiler's maximum of many numbers loses a NaN.
+    The scale is one over about the largest number, so that no square overflows.  The square,
+    about 1 to the number of entries, is not finite where an entry is not: that is not read off
+    the peak, since on CPU the compiler's maximum of many numbers loses a NaN.
     """
-    unit = _unit(functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part), -1) for part in parts]))
-    return unit, sum_by_pairs([_folded_sum(jnp.square(x / unit[..., None])) for x in parts])
+    peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part), -1) for part in parts])
+    inverse = 1 / _unit(peak)
+    squares = [_folded_sum(jnp.square(x * inverse[..., None])) for x in parts]
+    return inverse, sum_by_pairs(squares)
 
 
 def sum_by_pairs(terms: Sequence[Any]) -> Any:
