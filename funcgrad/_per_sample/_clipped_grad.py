@@ -171,16 +171,16 @@ def clipped_grad(
     ``DPOptimizer``, before it adds noise.
 
     The bound is kept in floating point, not only on paper: when one sample is added,
-    removed or masked, ``grads`` moves by ``max_norm`` at the most, whatever its gradient
-    holds.  Norms are taken without overflow or underflow and rounded up where terms cancel,
-    and the bound that is aimed at is smaller than ``max_norm`` by the rounding of the sum,
-    a few units in the last place per sample (for 256 samples in float32 about 0.005%).
-    With ``road="materialize"``, which adds in twice the working precision, this holds by
-    construction.  The other roads leave the same margin, and generated hostile batches have
-    not exceeded it but for one kind: where the terms of a sample's gradient (tokens, positions)
-    cancel to less than about a hundredth of what they are, the rounding of their sum may, by
-    1% in float32 where they cancel to 1e-5.  A sample with a NaN or an infinity in its
-    gradient, or as its norm, contributes nothing and is counted in ``nonfinite``.
+    removed or masked, ``grads`` moves by ``max_norm`` at the most.  Norms are taken without
+    overflow or underflow and rounded up where terms cancel, and the bound that is aimed at is
+    smaller than ``max_norm`` by the rounding of the sum, a few units in the last place per
+    sample (for 256 samples in float32 about 0.005%).  With ``road="materialize"``, which adds
+    in twice the working precision, this holds by construction.  The other roads leave the
+    same margin, and generated hostile batches have not exceeded it but for one kind: where
+    the terms of a sample's gradient (tokens, positions) cancel to less than about a hundredth
+    of what they are, the rounding of their sum may, by 1% in float32 where they cancel to
+    1e-5.  A sample with a NaN or an infinity in its gradient, or as its norm, contributes
+    nothing and is counted in ``nonfinite``.
 
     ==================================  ==================================================
     a batch of no samples               zeros
