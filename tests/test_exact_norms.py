@@ -8,6 +8,7 @@ from jax import lax
 
 import funcgrad as fg
 from conftest import DEEP
+from funcgrad._per_sample._sums import norm_of_norms
 
 N, T, D, VOCAB = 64, 3, 5, 7
 LARGEST = float(np.finfo(np.float32).max)
@@ -106,3 +107,11 @@ def test_norms_and_what_is_finite_are_those_of_float64(road, groups):
             right = np.einsum("n,n...->...", weight, rows[k][counts])
             near = np.any(finite & ~counts)
             np.testing.assert_allclose(grad, right, rtol=1e-4, atol=1 if near else 1e-4)
+
+
+def test_many_leaves_add_up_without_losing_digits():
+    rng = np.random.default_rng(0)
+    alike = rng.uniform(0.5, 1, size=(1000, 4))
+    leaves = np.concatenate([alike, alike * 1e-25, alike * 1e30], 1).astype(np.float32)
+    found = jax.jit(norm_of_norms)(list(leaves))
+    np.testing.assert_allclose(found, np.linalg.norm(leaves.astype(np.float64), axis=0), rtol=5e-7)
