@@ -446,6 +446,26 @@ def test_the_bound_holds_on_every_road_for_sums_of_terms(road, dtype, seed, kind
     assert np.linalg.norm(flat(everyone) - flat(without)) <= 0.7
 
 
+@pytest.mark.parametrize("road", ["gram", "direct", "materialize"])
+def test_how_far_over_the_bound_the_rounding_of_terms_that_cancel_gets(road):
+    """What the docstring says of the other roads than materialize."""
+    run = jax.jit(
+        lambda left, right, bound: fg.clipped_grad(product_of_terms, max_norm=1.0, road=road)(
+            jnp.zeros((9, 7)), left / bound, right
+        )
+    )
+    for rest in (1e-2, 1e-3, 1e-4, 1e-5):
+        for seed in range(20):
+            rng = np.random.default_rng(seed)
+            left, right = rng.normal(size=(1, 4, 9)), rng.normal(size=(1, 4, 7))
+            left[:, 2:] = left[:, :2] * (1 + rest * rng.normal(size=(1, 2, 9)))
+            right[:, 2:] = -right[:, :2]
+            norm = np.linalg.norm(np.einsum("nti,ntj->nij", left, right))
+            out = run(left, right, norm / 2)
+            over = np.linalg.norm(np.asarray(out.grads, np.float64)) - 1
+            assert over <= (0 if road == "materialize" else 5e-7 / rest)
+
+
 BOUNDS = {"w": 0.5, "b": 1.0, "v": 2.0}
 
 

@@ -178,9 +178,9 @@ def clipped_grad(
     in twice the working precision, this holds by construction.  The other roads leave the
     same margin, and generated hostile batches have not exceeded it but for one kind: where
     the terms of a sample's gradient (tokens, positions) cancel to less than about a hundredth
-    of what they are, the rounding of their sum may, by 1% in float32 where they cancel to
-    1e-5.  A sample with a NaN or an infinity in its gradient, or as its norm, contributes
-    nothing and is counted in ``nonfinite``.
+    of what they are, the rounding of their sum may, by about 1e-7 in float32 over what is
+    left of them: 1% where they cancel to 1e-5.  A sample with a NaN or an infinity in its
+    gradient, or as its norm, contributes nothing and is counted in ``nonfinite``.
 
     ==================================  ==================================================
     a batch of no samples               zeros

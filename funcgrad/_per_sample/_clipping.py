@@ -154,7 +154,6 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
             trouble |= left_out > float(jnp.finfo(left_out.dtype).eps) * bounds.values[k] ** 2
         axes = varying_axes((fast, mask, trouble))
         is_troubled = jnp.any(trouble & mask)
-
         zero = jnp.zeros(mask.shape, records.dtype)
 
         def exact(_: Any) -> Any:

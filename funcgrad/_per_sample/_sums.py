@@ -33,11 +33,7 @@ def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any]:
     when the entries are finite, and it is not finite where one is not; an entry below the
     smallest normal number counts as 0.
     """
-    parts = [part for leaf in leaves for part in real_parts(leaf) if part.size]
-    if not parts:
-        return jnp.ones(()), jnp.zeros(())
-    dtype = norm_dtype(parts)
-    inverse, square = scaled_square([part.astype(dtype).ravel() for part in parts])
+    inverse, square = _scaled_square([jnp.zeros(0), *[leaf.ravel() for leaf in leaves]])
     return 1 / inverse, jnp.sqrt(square)
 
 
@@ -47,12 +43,7 @@ def norm_over(parts: Sequence[Any]) -> Any:
 
     Not finite where an entry is not, or where the norm overflows.
     """
-    real = [x for part in parts for x in real_parts(part)]
-    dtype = norm_dtype(real)
-    real = [x.astype(dtype) for x in real if x.shape[-1]]
-    if not real:
-        return jnp.zeros(parts[0].shape[:-1], dtype)
-    inverse, square = scaled_square(real)
+    inverse, square = _scaled_square(parts)
     return jnp.sqrt(square) / inverse
 
 
@@ -63,16 +54,21 @@ def norm_of_norms(norms: Sequence[Any]) -> Any:
     return largest * jnp.sqrt(sum_by_pairs([jnp.square(norm / unit) for norm in norms]))
 
 
-def scaled_square(parts: Sequence[Any]) -> tuple[Any, Any]:
-    """A scale for real arrays, and the squared 2-norm over their last axis of what they are then.
+def _scaled_square(parts: Sequence[Any]) -> tuple[Any, Any]:
+    """A scale for arrays, and the squared 2-norm over their last axis of what they are then.
 
     The scale is one over about the largest number, so that no square overflows.  The square,
     about 1 to the number of entries, is not finite where an entry is not: that is not read off
     the peak, since on CPU the compiler's maximum of many numbers loses a NaN.
     """
-    peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part), -1) for part in parts])
+    dtype = norm_dtype(parts)
+    real = [x.astype(dtype) for part in parts for x in real_parts(part) if x.shape[-1]]
+    if not real:
+        none = jnp.zeros(parts[0].shape[:-1], dtype)
+        return jnp.ones_like(none), none
+    peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), -1) for x in real])
     inverse = 1 / _unit(peak)
-    squares = [_folded_sum(jnp.square(x * inverse[..., None])) for x in parts]
+    squares = [_folded_sum(jnp.square(x * inverse[..., None])) for x in real]
     return inverse, sum_by_pairs(squares)
 
 
