@@ -25,6 +25,7 @@ from funcgrad._per_sample._sums import (
     norm_of_norms,
     norm_slack,
     scaled_norm,
+    sum_by_pairs,
     wide,
 )
 from funcgrad._trees import broadcast_prefix
@@ -144,11 +145,12 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         records = samples._records
         formed = records.formed()
         squares = records.fast_squares(formed)
-        norms, most, flushed = _norms(squares, records, bounds)
+        fragile = records.fragile(formed)
+        norms, most, flushed, finite = _norms(squares, fragile, records, bounds)
         fast = (norms, most)
-        trouble = ~jnp.isfinite(_sum([square.value for square in squares], records))
-        for square in squares:
-            trouble |= has_lost_digits(square)
+        trouble = ~finite
+        for i in fragile:
+            trouble |= has_lost_digits(squares[i])
         for k, left_out in enumerate(flushed):
             # Where what underflow may have left out is something beside the bound.
             trouble |= left_out > float(jnp.finfo(left_out.dtype).eps) * bounds.values[k] ** 2
@@ -215,8 +217,7 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         samples = backward(problem, scheme, mapped, slots)
         records = samples._records
         squares = records.fast_squares()
-        norms, most, _ = _norms(squares, records, bounds)
-        finite = jnp.isfinite(_sum([square.value for square in squares], records))
+        norms, most, _, finite = _norms(squares, records.fragile(), records, bounds)
         # A sample that does not count is replaced: zero times its NaN would be NaN.
         counts = mask & finite
         stand_in = jnp.argmax(counts)
@@ -247,25 +248,30 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
 
 
 def _norms(
-    squares: list[Squares], records: Records, bounds: Bounds
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """For each group the norms, the most that they may be, and what underflow may leave out."""
+    squares: list[Squares], fragile: list[int], records: Records, bounds: Bounds
+) -> tuple[list[Any], list[Any], list[Any], Any]:
+    """For each group the norms, the most that they may be, and what underflow may leave out.
+
+    And whether all squares of a sample are finite.
+    """
     norms, most, flushed = [], [], []
+    is_finite = jnp.ones(records.scheme.n_samples, bool)
     for k in range(len(bounds.values)):
-        mine = [squares[i] for i in bounds.index(k)]
-        total = _sum([square.value for square in mine], records)
-        mass = _sum([square.mass for square in mine], records)
-        flushed.append(_sum([square.flushed for square in mine], records))
+        index = bounds.index(k)
+        total = _sum([squares[i].value for i in index], records)
+        mass = _sum([squares[i].mass for i in index if i in fragile], records)
+        flushed.append(_sum([squares[i].flushed for i in index], records))
+        is_finite &= jnp.isfinite(total)
         # Activations may be wider than the parameters, whose precision norms have.
         norms.append(jnp.sqrt(total).astype(records.dtype))
         # What products of terms and underflow may have lost is counted as if it were there.
         lost = 8 * float(jnp.finfo(total.dtype).eps) * mass + flushed[-1]
         most.append(jnp.sqrt(jnp.maximum(total, 0) + lost).astype(records.dtype))
-    return norms, most, flushed
+    return norms, most, flushed, is_finite
 
 
 def _sum(terms: list[Any], records: Records) -> Any:
-    return sum(terms, jnp.zeros(records.scheme.n_samples, records.dtype))
+    return sum_by_pairs([jnp.zeros(records.scheme.n_samples, records.dtype), *terms])
 
 
 def _factor(most: Any, k: int, records: Records, bounds: Bounds) -> Any:

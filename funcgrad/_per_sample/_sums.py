@@ -49,9 +49,7 @@ def norm_over(parts: Sequence[Any]) -> Any:
 
 def norm_of_norms(norms: Sequence[Any]) -> Any:
     """The norm of vectors together that have these norms; no square overflows or underflows."""
-    largest = functools.reduce(jnp.maximum, norms)
-    unit = jnp.where(largest > 0, largest, 1)
-    return largest * jnp.sqrt(sum_by_pairs([jnp.square(norm / unit) for norm in norms]))
+    return norm_over([jnp.stack(norms, -1)])
 
 
 def _scaled_square(parts: Sequence[Any]) -> tuple[Any, Any]:
@@ -67,9 +65,11 @@ def _scaled_square(parts: Sequence[Any]) -> tuple[Any, Any]:
         none = jnp.zeros(parts[0].shape[:-1], dtype)
         return jnp.ones_like(none), none
     peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), -1) for x in real])
-    inverse = 1 / _unit(peak)
-    squares = [_folded_sum(jnp.square(x * inverse[..., None])) for x in real]
-    return inverse, sum_by_pairs(squares)
+    # Kept away from both ends of the range, where the reciprocal is flushed to zero.
+    widest = 2.0 ** (jnp.finfo(dtype).maxexp - 8)
+    inverse = 1 / lax.clamp(1 / widest, peak, widest)
+    # The compiler adds a long row by parts, so that its rounding grows with the logarithm.
+    return inverse, sum_by_pairs([jnp.square(x * inverse[..., None]).sum(-1) for x in real])
 
 
 def sum_by_pairs(terms: Sequence[Any]) -> Any:
@@ -78,13 +78,6 @@ def sum_by_pairs(terms: Sequence[Any]) -> Any:
         return terms[0]
     half = len(terms) // 2
     return sum_by_pairs(terms[:half]) + sum_by_pairs(terms[half:])
-
-
-def _unit(peak: Any) -> Any:
-    """What to divide numbers by whose largest is ``peak``, so that no square overflows."""
-    # Kept away from both ends of the range, where the reciprocal is flushed to zero.
-    widest = 2.0 ** (jnp.finfo(peak.dtype).maxexp - 8)
-    return jnp.where(jnp.isfinite(peak) & (peak > 0), jnp.clip(peak, 1 / widest, widest), 1)
 
 
 def norm_slack(n_entries: int) -> int:
@@ -96,16 +89,6 @@ def norm_slack(n_entries: int) -> int:
 def real_parts(leaf: Any) -> list[Any]:
     """The real and the imaginary part of a complex array, or a real one itself."""
     return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
-
-
-def _folded_sum(x: Any) -> Any:
-    """The sum over the last axis, (...), whose error grows with the logarithm of its length."""
-    # A plain reduction may add a million squares one after another, each rounding growing
-    # with the partial sum.
-    while x.shape[-1] > _FOLD:
-        rest = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _FOLD)]
-        x = jnp.pad(x, rest).reshape(*x.shape[:-1], _FOLD, -1).sum(-2)
-    return x.sum(-1)
 
 
 def compensated_sum(x: Any) -> tuple[Any, Any]:
