@@ -119,10 +119,12 @@ def test_one_sample_never_moves_the_sum_by_more_than_the_bound(dtype, mean_over,
     assert np.isfinite(flat(everyone.grads)).all()
     moved = np.linalg.norm(flat(everyone.grads) - flat(without.grads))
     assert moved <= 0.7 / (mean_over or 1)  # no tolerance: this is the guarantee
-    bad = ~np.isfinite(np.asarray(rows, np.float64)).all(1)
+    # A norm that overflows leaves its sample out too.
+    norms = np.nan_to_num(np.linalg.norm(np.asarray(rows, np.float64), axis=1), nan=np.inf)
+    bad = ~np.isfinite(np.asarray(everyone.norms))
     assert everyone.nonfinite == bad.sum()
-    assert np.isfinite(np.asarray(everyone.norms))[~bad].all() or np.abs(rows[~bad]).max() > 1e38
-    assert not np.isfinite(np.asarray(everyone.norms))[bad].any()
+    assert bad[norms > 3.41e38].all()
+    assert not bad[norms < 3.39e38].any()
 
 
 @given(seed=st.integers(0, 2**16), scale=st.sampled_from([1e-3, 1.0, 1e30]))

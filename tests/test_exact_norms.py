@@ -8,7 +8,7 @@ from jax import lax
 
 import funcgrad as fg
 from conftest import DEEP
-from funcgrad._per_sample._sums import norm_of_norms
+from funcgrad._per_sample._sums import norm_of_norms, norm_slack, scaled_norm
 
 N, T, D, VOCAB = 64, 3, 5, 7
 LARGEST = float(np.finfo(np.float32).max)
@@ -115,3 +115,15 @@ def test_many_leaves_add_up_without_losing_digits():
     leaves = np.concatenate([alike, alike * 1e-25, alike * 1e30], 1).astype(np.float32)
     found = jax.jit(norm_of_norms)(list(leaves))
     np.testing.assert_allclose(found, np.linalg.norm(leaves.astype(np.float64), axis=0), rtol=5e-7)
+
+
+@pytest.mark.parametrize("n", [1000, 40_000, 1_000_003])
+def test_a_norm_of_many_entries_alike_keeps_to_its_slack(n):
+    """Added one after another a million equal squares would lose half a percent."""
+    for value in (0.1, 0.3, 1e-30):
+        row = np.full(n, value, np.float32)
+        for norm in (scaled_norm, lambda leaves: jax.vmap(scaled_norm)([x[None] for x in leaves])):
+            unit, ratio = jax.jit(norm)([row])
+            found = np.float64(unit.squeeze()) * np.float64(ratio.squeeze())
+            expected = np.linalg.norm(row.astype(np.float64))
+            assert abs(found / expected - 1) <= norm_slack(n) * 2.0**-24

@@ -144,16 +144,8 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         samples = backward(problem, scheme, mapped)
         records = samples._records
         formed = records.formed()
-        squares = records.fast_squares(formed)
-        fragile = records.fragile(formed)
-        norms, most, flushed, finite = _norms(squares, fragile, records, bounds)
-        fast = (norms, most)
-        trouble = ~finite
-        for i in fragile:
-            trouble |= has_lost_digits(squares[i])
-        for k, left_out in enumerate(flushed):
-            # Where what underflow may have left out is something beside the bound.
-            trouble |= left_out > float(jnp.finfo(left_out.dtype).eps) * bounds.values[k] ** 2
+        norms, most, fine = _norms(records.fast_squares(formed), records, bounds)
+        fast, trouble = (norms, most), ~fine
         axes = varying_axes((fast, mask, trouble))
         is_troubled = jnp.any(trouble & mask)
         zero = jnp.zeros(mask.shape, records.dtype)
@@ -161,7 +153,7 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         def exact(_: Any) -> Any:
             leaves = records.exact_norms(formed)
             total = [norm_of_norms([zero, *mine]) for mine in bounds.members(leaves)]
-            return make_varying(gathered((total, total)), axes)
+            return make_varying((total, total), axes)
 
         norms, most = lax.cond(
             is_troubled,
@@ -216,8 +208,8 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         mapped, mask = chunk
         samples = backward(problem, scheme, mapped, slots)
         records = samples._records
-        squares = records.fast_squares()
-        norms, most, _, finite = _norms(squares, records.fragile(), records, bounds)
+        norms, most, _ = _norms(records.fast_squares(), records, bounds)
+        finite = functools.reduce(jnp.logical_and, [jnp.isfinite(norm) for norm in norms])
         # A sample that does not count is replaced: zero times its NaN would be NaN.
         counts = mask & finite
         stand_in = jnp.argmax(counts)
@@ -248,26 +240,28 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
 
 
 def _norms(
-    squares: list[Squares], fragile: list[int], records: Records, bounds: Bounds
-) -> tuple[list[Any], list[Any], list[Any], Any]:
-    """For each group the norms, the most that they may be, and what underflow may leave out.
+    squares: list[Squares], records: Records, bounds: Bounds
+) -> tuple[list[Any], list[Any], Any]:
+    """For each group the norms, and the most that they may be.
 
-    And whether all squares of a sample are finite.
+    And of which samples all digits hold: nothing overflows, underflows or cancels.
     """
-    norms, most, flushed = [], [], []
-    is_finite = jnp.ones(records.scheme.n_samples, bool)
-    for k in range(len(bounds.values)):
-        index = bounds.index(k)
-        total = _sum([squares[i].value for i in index], records)
-        mass = _sum([squares[i].mass for i in index if i in fragile], records)
-        flushed.append(_sum([squares[i].flushed for i in index], records))
-        is_finite &= jnp.isfinite(total)
+    norms, most = [], []
+    fine = jnp.ones(records.scheme.n_samples, bool)
+    for k, bound in enumerate(bounds.values):
+        mine = [squares[i] for i in bounds.index(k)]
+        total = _sum([square.value for square in mine], records)
+        mass = _sum([square.mass for square in mine], records)
+        flushed = _sum([square.flushed for square in mine], records)
+        eps, least = float(jnp.finfo(total.dtype).eps), jnp.maximum(total, 0)
         # Activations may be wider than the parameters, whose precision norms have.
-        norms.append(jnp.sqrt(total).astype(records.dtype))
+        norms.append(jnp.sqrt(least).astype(records.dtype))
         # What products of terms and underflow may have lost is counted as if it were there.
-        lost = 8 * float(jnp.finfo(total.dtype).eps) * mass + flushed[-1]
-        most.append(jnp.sqrt(jnp.maximum(total, 0) + lost).astype(records.dtype))
-    return norms, most, flushed, is_finite
+        most.append(jnp.sqrt(least + 8 * eps * mass + flushed).astype(records.dtype))
+        fine &= jnp.isfinite(norms[-1]) & ~has_lost_digits(Squares(total, mass, flushed))
+        # Where what underflow may have left out is something beside the bound.
+        fine &= ~(flushed > eps * bound**2)
+    return norms, most, fine
 
 
 def _sum(terms: list[Any], records: Records) -> Any:

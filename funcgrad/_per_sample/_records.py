@@ -314,7 +314,8 @@ class Records:
         """Each sample's squared norm of each trainable leaf; exact where digits were lost."""
         found = self.fast_squares(formed)
         squares = [square.value for square in found]
-        fragile = self.fragile(formed)
+        roads = enumerate(self.scheme.roads)
+        fragile = [i for i, road in roads if road.is_fragile and i not in formed]
         if not fragile or not self.scheme.n_samples:
             return squares
         # One reduction for all leaves: each takes as long to compile as a product.
@@ -327,11 +328,6 @@ class Records:
         for i, square in zip(fragile, again, strict=True):
             squares[i] = square
         return squares
-
-    def fragile(self, formed: Formed = _NONE) -> list[int]:
-        """The leaves whose ``fast_squares`` may lose digits: they alone have a mass."""
-        roads = enumerate(self.scheme.roads)
-        return [i for i, road in roads if road.is_fragile and i not in formed]
 
     def fast_squares(self, formed: Formed = _NONE) -> list[Squares]:
         """The squared norms by each leaf's road; of those that are ``formed`` from these."""

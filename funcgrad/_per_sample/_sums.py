@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from funcgrad._compat import is_split
+from funcgrad._compat import gathered, is_split
 
+# How many numbers the compiler adds one after another, at the most.
 _FOLD = 32
 
 
@@ -49,7 +50,7 @@ def norm_over(parts: Sequence[Any]) -> Any:
 
 def norm_of_norms(norms: Sequence[Any]) -> Any:
     """The norm of vectors together that have these norms; no square overflows or underflows."""
-    return norm_over([jnp.stack(norms, -1)])
+    return norm_over([jnp.stack(gathered(list(norms)), -1)])
 
 
 def _scaled_square(parts: Sequence[Any]) -> tuple[Any, Any]:
@@ -67,7 +68,7 @@ def _scaled_square(parts: Sequence[Any]) -> tuple[Any, Any]:
     peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), -1) for x in real])
     # Kept away from both ends of the range, where the reciprocal is flushed to zero.
     widest = 2.0 ** (jnp.finfo(dtype).maxexp - 8)
-    inverse = 1 / lax.clamp(1 / widest, peak, widest)
+    inverse = 1 / jnp.minimum(jnp.maximum(peak, 1 / widest), widest)
     # The compiler adds a long row by parts, so that its rounding grows with the logarithm.
     return inverse, sum_by_pairs([jnp.square(x * inverse[..., None]).sum(-1) for x in real])
 
