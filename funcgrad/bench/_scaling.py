@@ -62,7 +62,7 @@ CURVES: Mapping[str, _Curve] = {
         "transformer d128 L2, batch 8", _transformer, "length", (64, 128, 256, 512, 1024)
     ),
     "curve-depth": _Curve(
-        "transformer d128 T64, batch 8", _transformer, "depth", (2, 4, 8, 16, 32)
+        "transformer d128 T64, batch 8", _transformer, "depth", (2, 4, 8, 16, 32, 48)
     ),
 }
 
@@ -89,7 +89,7 @@ def measure(name: str, options: Options, progress: Progress) -> dict[str, Any]:
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
-    """Time, temporaries and tracing over the size."""
+    """Time, temporaries, tracing and compilation over the size."""
     points = {float(size): of for size, of in figures["points"].items()}
     columns = {
         "median_seconds": Column("time", "ms", "lower"),
@@ -97,6 +97,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
     }
     if figures["axis"] == "depth":
         columns["trace_seconds"] = Column("tracing", "s", "lower", ".2f")
+        columns["compile_seconds"] = Column("compilation", "s", "lower", ".2f")
     return [
         curve(points, figures["axis"], figures["title"], what, column)
         for what, column in columns.items()
