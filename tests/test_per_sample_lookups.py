@@ -183,3 +183,19 @@ def test_indices_narrower_than_the_rest_are_right_under_strict_promotion(x64, dt
     flat_rows = jnp.concatenate([rows["e"].reshape(2, -1), rows["w"].reshape(2, -1)], 1)
     np.testing.assert_allclose(norms, jnp.linalg.norm(flat_rows, axis=1), rtol=1e-12)
     assert projected.shape == (2, 7)
+
+
+@pytest.mark.parametrize("terms", [3, 4, 7, 8])
+@pytest.mark.parametrize("columns", [3, 4, 7, 8])
+def test_products_of_few_terms_with_few_columns(x64, terms, columns):
+    """On CPU some of these sizes go another way."""
+
+    def loss(p, t, x):
+        return jnp.sum(jnp.tanh(p["e"][t] * x)) + jnp.sum(jnp.tanh(x.T @ p["w"]))
+
+    params = {"e": draw(0, 9, columns), "w": draw(1, terms, 5)}
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 4, (N, terms)))
+    samples = jax.jit(fg.per_sample(loss, road="gram"))(params, ids, draw(2, N, terms, columns))
+    rows = samples.materialize()
+    expected = jax.tree.map(lambda g: np.linalg.norm(g.reshape(N, -1), axis=1), rows)
+    assert_equal(samples.leaf_norms(), expected, 1e-10)
