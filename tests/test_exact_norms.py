@@ -8,7 +8,7 @@ from jax import lax
 
 import funcgrad as fg
 from conftest import DEEP
-from funcgrad._per_sample._sums import norm_of_norms, norm_slack, scaled_norm
+from funcgrad._per_sample._sums import norm_over, norm_slack, scaled_norm
 
 N, T, D, VOCAB = 64, 3, 5, 7
 LARGEST = float(np.finfo(np.float32).max)
@@ -113,7 +113,7 @@ def test_many_leaves_add_up_without_losing_digits():
     rng = np.random.default_rng(0)
     alike = rng.uniform(0.5, 1, size=(1000, 4))
     leaves = np.concatenate([alike, alike * 1e-25, alike * 1e30], 1).astype(np.float32)
-    found = jax.jit(norm_of_norms)(list(leaves))
+    found = jax.jit(norm_over)([leaf[:, None] for leaf in leaves])
     np.testing.assert_allclose(found, np.linalg.norm(leaves.astype(np.float64), axis=0), rtol=5e-7)
 
 
@@ -127,3 +127,16 @@ def test_a_norm_of_many_entries_alike_keeps_to_its_slack(n):
             found = np.float64(unit.squeeze()) * np.float64(ratio.squeeze())
             expected = np.linalg.norm(row.astype(np.float64))
             assert abs(found / expected - 1) <= norm_slack(n) * 2.0**-24
+
+
+@pytest.mark.parametrize("road", ["auto", "gram", "direct", "materialize"])
+def test_a_gradient_that_the_compiler_knows_has_the_norm_that_it_has(road):
+    """It squares a constant apart from its scale, where the one overflows or the other."""
+    for size in (1e-30, 1e30):
+        known = np.arange(1, 7, dtype=np.float32) * np.float32(size)
+        loss = lambda p, x, known=known: jnp.vdot(p["a"], known) + jnp.vdot(p["b"], x)
+        run = jax.jit(fg.clipped_grad(loss, max_norm=size, road=road))
+        out = run({"a": jnp.ones(6), "b": jnp.ones(3)}, jnp.zeros((4, 3)))
+        norm = np.linalg.norm(known.astype(np.float64))
+        np.testing.assert_allclose(out.norms, norm, rtol=1e-6)
+        np.testing.assert_allclose(out.grads["a"] / known, 4 * size / norm, rtol=1e-5)

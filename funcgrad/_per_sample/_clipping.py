@@ -22,7 +22,6 @@ from funcgrad._per_sample._sums import (
     add_compensated,
     compensated_sum,
     norm_dtype,
-    norm_of_norms,
     norm_slack,
     scaled_norm,
     sum_by_pairs,
@@ -148,11 +147,10 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         fast, trouble = (norms, most), ~fine
         axes = varying_axes((fast, mask, trouble))
         is_troubled = jnp.any(trouble & mask)
-        zero = jnp.zeros(mask.shape, records.dtype)
 
         def exact(_: Any) -> Any:
-            leaves = records.exact_norms(formed)
-            total = [norm_of_norms([zero, *mine]) for mine in bounds.members(leaves)]
+            groups = [bounds.index(k) for k in range(len(bounds.values))]
+            total = gathered(records.exact_norms(groups, formed))
             return make_varying((total, total), axes)
 
         norms, most = lax.cond(
@@ -260,7 +258,7 @@ def _norms(
         most.append(jnp.sqrt(least + 8 * eps * mass + flushed).astype(records.dtype))
         fine &= jnp.isfinite(norms[-1]) & ~has_lost_digits(Squares(total, mass, flushed))
         # Where what underflow may have left out is something beside the bound.
-        fine &= ~(flushed > eps * bound**2)
+        fine &= ~(jnp.sqrt(flushed) > eps**0.5 * bound)
     return norms, most, fine
 
 

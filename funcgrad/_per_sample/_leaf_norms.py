@@ -24,7 +24,7 @@ from funcgrad._per_sample._forms import by_form
 from funcgrad._per_sample._map_samples import map_samples
 from funcgrad._per_sample._plan import Site
 from funcgrad._per_sample._roads import LeafRoad, Part, site_shapes
-from funcgrad._per_sample._sums import norm_of_norms, norm_over, wide
+from funcgrad._per_sample._sums import wide
 
 # A Gram norm has lost too many digits when it is below this many roundings of its terms.
 _LOST = 1e5
@@ -95,30 +95,25 @@ def lies_in_memory(road: LeafRoad) -> bool:
     return road.road in ("value", "product", "unused")
 
 
-def leaf_norms(
-    road: LeafRoad, sites: Sequence[Site], records: Sequence[Any], n_samples: int
-) -> Any:
-    """Each sample's norm of a leaf that ``lies_in_memory``, whatever the size of its numbers."""
+def leaf_arrays(road: LeafRoad, sites: Sequence[Site], records: Sequence[Any]) -> list[Any]:
+    """Arrays (samples, ...) whose norms together are that of a leaf that ``lies_in_memory``."""
     mine, parts = _placed(road)
-    if not parts:
-        return jnp.zeros(n_samples)
-    return _norms(tuple(sites[k] for k in mine), [records[k] for k in mine], parts=parts)
+    return _arrays(tuple(sites[k] for k in mine), [records[k] for k in mine], parts=parts)
 
 
 @by_form
-def _norms(sites: tuple[Site, ...], records: Any, *, parts: tuple[Part, ...]) -> Any:
-    norms = []
+def _arrays(sites: tuple[Site, ...], records: Any, *, parts: tuple[Part, ...]) -> list[Any]:
+    found = []
     for part in parts:
         (k,) = part.dense
-        scale = abs(_scale(sites[k]))
         if part.is_value:
             g = records[k][1]
-            norms.append(norm_over([g.reshape(len(g), -1)]) * scale)
+            found.append(g.astype(wide(g.dtype)).reshape(len(g), -1) * abs(_scale(sites[k])))
         else:
             f = _joined(part.dense, sites, records)
             assert f is not None
-            norms.append(product_norms(f))
-    return norm_of_norms(norms)
+            found.append(product_norms(f)[:, None])
+    return found
 
 
 def _placed(road: LeafRoad) -> tuple[list[int], tuple[Part, ...]]:

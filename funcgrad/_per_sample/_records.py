@@ -15,8 +15,8 @@ from funcgrad._per_sample import _linear
 from funcgrad._per_sample._factors import EXACT, Squares, squares_of
 from funcgrad._per_sample._leaf_norms import (
     has_lost_digits,
+    leaf_arrays,
     leaf_entries,
-    leaf_norms,
     leaf_squares,
     lies_in_memory,
     patch_bytes,
@@ -341,27 +341,36 @@ class Records:
             for i, road in enumerate(roads)
         ]
 
-    def exact_norms(self, formed: Formed = _NONE) -> list[Any]:
-        """Each sample's norm of each leaf, whatever the size of the numbers.
+    def exact_norms(self, groups: Sequence[Sequence[int]], formed: Formed = _NONE) -> list[Any]:
+        """Each sample's norm of each group of leaves, whatever the size of the numbers.
 
         From gradients that are ``formed``, what the backward pass gave, or a loop that forms
         some at a time.  A branch that hardly ever runs takes this, so that what counts is how
         long it compiles: on CPU a reduction of what lies in memory takes the least.
         """
         records = list(zip(self.operands, self.cotangents, strict=True))
-        found = {i: norm_over([x.reshape(len(x), -1)]) for i, x in formed.items()}
-        for i, road in enumerate(self.scheme.roads):
-            if i not in formed and lies_in_memory(road):
-                found[i] = leaf_norms(road, self.scheme.sites, records, self.scheme.n_samples)
-        again = [i for i in range(len(self.params)) if i not in found]
+        roads, n = self.scheme.roads, self.scheme.n_samples
+        arrays: list[list[Any]] = []
+        again: list[list[int]] = []
+        for group in groups:
+            mine = [jnp.zeros((n, 1), self.dtype)]
+            mine += [formed[i].reshape(n, -1) for i in group if i in formed]
+            rest = [i for i in group if i not in formed]
+            for i in filter(lambda i: lies_in_memory(roads[i]), rest):
+                mine += leaf_arrays(roads[i], self.scheme.sites, records)
+            arrays.append(mine)
+            again.append([i for i in rest if not lies_in_memory(roads[i])])
 
         def one(sample: Any, _: Any) -> list[Any]:
-            return [norm_over([x.ravel() for x in xs]) for xs in self.entries(sample, again)]
+            entries = (self.entries(sample, index) for index in again if index)
+            return [norm_over([x.ravel() for xs in of for x in xs]) for of in entries]
 
-        if again:
-            norms = self.for_each(one, again, self.row_bytes(again))
-            found |= dict(zip(again, norms, strict=True))
-        return [found[i].astype(self.dtype) for i in range(len(self.params))]
+        looped = [i for index in again for i in index]
+        found = iter(self.for_each(one, looped, self.row_bytes(looped)) if looped else [])
+        for mine, index in zip(arrays, again, strict=True):
+            if index:
+                mine.append(next(found)[:, None])
+        return [norm_over(mine).astype(self.dtype) for mine in arrays]
 
     def exact_squares(self, index: Sequence[int]) -> list[Squares]:
         """From the gradients themselves, some samples at a time."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from funcgrad._compat import gathered, is_split
+from funcgrad._compat import is_split
 
 # How many numbers the compiler adds one after another, at the most.
 _FOLD = 32
@@ -48,11 +48,6 @@ def norm_over(parts: Sequence[Any]) -> Any:
     return jnp.sqrt(square) / inverse
 
 
-def norm_of_norms(norms: Sequence[Any]) -> Any:
-    """The norm of vectors together that have these norms; no square overflows or underflows."""
-    return norm_over([jnp.stack(gathered(list(norms)), -1)])
-
-
 def _scaled_square(parts: Sequence[Any]) -> tuple[Any, Any]:
     """A scale for arrays, and the squared 2-norm over their last axis of what they are then.
 
@@ -65,6 +60,8 @@ def _scaled_square(parts: Sequence[Any]) -> tuple[Any, Any]:
     if not real:
         none = jnp.zeros(parts[0].shape[:-1], dtype)
         return jnp.ones_like(none), none
+    # What the compiler knows as a constant it squares apart from its scale, and both overflow.
+    real = [lax.optimization_barrier(x) for x in real]
     peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), -1) for x in real])
     # Kept away from both ends of the range, where the reciprocal is flushed to zero.
     widest = 2.0 ** (jnp.finfo(dtype).maxexp - 8)
