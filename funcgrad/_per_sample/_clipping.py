@@ -62,9 +62,13 @@ class Bounds:
             for k in range(len(self.values))
         ]
 
-    def index(self, k: int) -> list[int]:
-        """The leaves of group ``k``."""
-        return [i for i, group in enumerate(self.groups) if group == k]
+    @functools.cached_property
+    def leaves(self) -> list[list[int]]:
+        """The leaves of each group, by number."""
+        return [
+            [i for i, group in enumerate(self.groups) if group == k]
+            for k in range(len(self.values))
+        ]
 
     def within(self, k: int, n_entries: int, dtype: Any) -> float:
         """The bound to aim at, so that rounding does not carry the sum over the bound."""
@@ -143,14 +147,13 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         samples = backward(problem, scheme, mapped)
         records = samples._records
         formed = records.formed()
-        norms, most, fine = _norms(records.fast_squares(formed), records, bounds)
+        norms, most, fine = _norms(records.fast_squares(bounds.leaves, formed), records, bounds)
         fast, trouble = (norms, most), ~fine
         axes = varying_axes((fast, mask, trouble))
         is_troubled = jnp.any(trouble & mask)
 
         def exact(_: Any) -> Any:
-            groups = [bounds.index(k) for k in range(len(bounds.values))]
-            total = gathered(records.exact_norms(groups, formed))
+            total = gathered(records.exact_norms(bounds.leaves, formed))
             return make_varying((total, total), axes)
 
         norms, most = lax.cond(
@@ -164,8 +167,7 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         clean = ~is_troubled & jnp.all(mask)
         grads: list[Any] = [None] * len(records.params)
         clipped = []
-        for k in range(len(bounds.values)):
-            index = bounds.index(k)
+        for k, index in enumerate(bounds.leaves):
             factor = _factor(most[k], k, records, bounds)
             clipped.append((factor < 1) & finite)
             weights = jnp.where(mask & finite, factor, 0)
@@ -206,7 +208,7 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         mapped, mask = chunk
         samples = backward(problem, scheme, mapped, slots)
         records = samples._records
-        norms, most, _ = _norms(records.fast_squares(), records, bounds)
+        norms, most, _ = _norms(records.fast_squares(bounds.leaves), records, bounds)
         finite = functools.reduce(jnp.logical_and, [jnp.isfinite(norm) for norm in norms])
         # A sample that does not count is replaced: zero times its NaN would be NaN.
         counts = mask & finite
@@ -216,8 +218,7 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         params = make_varying(problem.trainable, axes)
         grads: list[Any] = [None] * len(params)
         clipped = []
-        for k in range(len(bounds.values)):
-            index = bounds.index(k)
+        for k, index in enumerate(bounds.leaves):
             factor = _factor(most[k], k, records, bounds)
             clipped.append((factor < 1) & finite)
             weights = jnp.where(counts, factor, 0)
@@ -238,16 +239,15 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
 
 
 def _norms(
-    squares: list[Squares], records: Records, bounds: Bounds
+    squares: list[list[Squares]], records: Records, bounds: Bounds
 ) -> tuple[list[Any], list[Any], Any]:
-    """For each group the norms, and the most that they may be.
+    """For each group, of squares that add up, the norms, and the most that they may be.
 
     And of which samples all digits hold: nothing overflows, underflows or cancels.
     """
     norms, most = [], []
     fine = jnp.ones(records.scheme.n_samples, bool)
-    for k, bound in enumerate(bounds.values):
-        mine = [squares[i] for i in bounds.index(k)]
+    for mine, bound in zip(squares, bounds.values, strict=True):
         total = _sum([square.value for square in mine], records)
         mass = _sum([square.mass for square in mine], records)
         flushed = _sum([square.flushed for square in mine], records)
@@ -267,7 +267,7 @@ def _sum(terms: list[Any], records: Records) -> Any:
 
 
 def _factor(most: Any, k: int, records: Records, bounds: Bounds) -> Any:
-    n_entries = sum(records.params[i].size for i in bounds.index(k))
+    n_entries = sum(records.params[i].size for i in bounds.leaves[k])
     within = bounds.within(k, n_entries, most.dtype)
     return jnp.minimum(1, within / jnp.where(most > 0, most, within))
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from funcgrad._compat import gathered, is_split, make_varying, primitives, varying_axes
 from funcgrad._per_sample import _linear
-from funcgrad._per_sample._factors import EXACT, Squares, squares_of
+from funcgrad._per_sample._factors import Squares, squares_of
 from funcgrad._per_sample._leaf_norms import (
     has_lost_digits,
     leaf_arrays,
@@ -24,7 +24,15 @@ from funcgrad._per_sample._leaf_norms import (
 from funcgrad._per_sample._map_samples import map_samples, pack
 from funcgrad._per_sample._plan import Level, Site
 from funcgrad._per_sample._roads import LeafRoad
-from funcgrad._per_sample._sums import norm_dtype, norm_over, wide
+from funcgrad._per_sample._sums import (
+    SIDE_BY_SIDE,
+    in_few,
+    norm_dtype,
+    norm_over,
+    sum_by_pairs,
+    sum_of_rows,
+    wide,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,12 +75,6 @@ def _scaled(x: Any, weights: Any, kept: Any, axis: int) -> Any:
     return _blank(x.astype(dtype) * _spread(weights, x, axis).astype(dtype), kept, axis)
 
 
-@functools.partial(jax.jit, inline=True)
-def _sum_of_rows(weights: Any, rows: Any) -> Any:
-    # A product: on CPU a reduction over the first axis takes fifty times as long.
-    return jnp.einsum("n,n...->...", weights, rows, precision=EXACT)
-
-
 def _blanked(arrays: dict[int, tuple[Any, int]], kept: Any, clean: Any) -> dict[int, Any]:
     """Arrays, each with its sample axis, with zeros for the samples that do not count.
 
@@ -111,7 +113,7 @@ def _needs_layout(road: LeafRoad) -> bool:
 
 Formed = Mapping[int, Any]
 """Gradients in memory, (batch, *shape), by the number of their leaf."""
-_NONE: Formed = {}
+NONE_FORMED: Formed = {}
 
 
 @functools.partial(
@@ -170,7 +172,7 @@ class Records:
         self,
         weights: Any,
         index: Sequence[int] | None = None,
-        formed: Formed = _NONE,
+        formed: Formed = NONE_FORMED,
         clean: Any = None,
     ) -> list[Any]:
         """The weighted sum of the gradients; a weight of 0 leaves a sample out, NaN or not.
@@ -185,7 +187,7 @@ class Records:
         rows = {i: formed[i] for i in index if i in formed}
         blanked = _blanked({i: (x, 0) for i, x in rows.items()}, weights != 0, clean)
         for i, x in blanked.items():
-            found[i] = _sum_of_rows(weights.astype(x.dtype), x)
+            found[i] = sum_of_rows(weights, x)
         return [found[i] for i in index]
 
     def _weighted(self, weights: Any, index: Sequence[int], clean: Any) -> list[Any]:
@@ -310,60 +312,91 @@ class Records:
         (moved,) = jax.linear_transpose(lambda g: back(g)[0], weights)(tangents)
         return moved
 
-    def squares(self, formed: Formed = _NONE) -> list[Any]:
-        """Each sample's squared norm of each trainable leaf; exact where digits were lost."""
-        found = self.fast_squares(formed)
-        squares = [square.value for square in found]
-        roads = enumerate(self.scheme.roads)
-        fragile = [i for i, road in roads if road.is_fragile and i not in formed]
-        if not fragile or not self.scheme.n_samples:
-            return squares
-        # One reduction for all leaves: each takes as long to compile as a product.
-        lost = functools.reduce(jnp.logical_or, [has_lost_digits(found[i]) for i in fragile])
-        again = lax.cond(
-            jnp.any(lost),
-            lambda: [square.value.astype(self.dtype) for square in self.exact_squares(fragile)],
-            lambda: gathered([squares[i].astype(self.dtype) for i in fragile]),
-        )
-        for i, square in zip(fragile, again, strict=True):
-            squares[i] = square
-        return squares
-
-    def fast_squares(self, formed: Formed = _NONE) -> list[Squares]:
-        """The squared norms by each leaf's road; of those that are ``formed`` from these."""
-        roads, n = self.scheme.roads, self.scheme.n_samples
-        exact = [i for i, road in enumerate(roads) if road.parts is None and i not in formed]
-        found = dict(zip(exact, self.exact_squares(exact), strict=True))
-        found |= {i: squares_of(rows) for i, rows in formed.items()}
-        records = list(zip(self.operands, self.cotangents, strict=True))
+    def squares(self, groups: Sequence[Sequence[int]], formed: Formed = NONE_FORMED) -> list[Any]:
+        """Each sample's squared norm of each group of leaves; exact where digits were lost."""
+        of_leaf, shared = self._squares(groups, formed)
+        values = {i: square.value for i, square in of_leaf.items()}
+        fragile = [i for i in of_leaf if self.scheme.roads[i].is_fragile and i not in formed]
+        if fragile and self.scheme.n_samples:
+            # One reduction for all leaves: each takes as long to compile as a product.
+            lost = functools.reduce(jnp.logical_or, [has_lost_digits(of_leaf[i]) for i in fragile])
+            again = lax.cond(
+                jnp.any(lost),
+                lambda: [square.value.astype(self.dtype) for square in self.exact_squares(fragile)],
+                lambda: gathered([values[i].astype(self.dtype) for i in fragile]),
+            )
+            values.update(zip(fragile, again, strict=True))
+        none = jnp.zeros(self.scheme.n_samples, self.dtype)
         return [
-            found[i] if i in found else leaf_squares(road, self.scheme.sites, records, n)
-            for i, road in enumerate(roads)
+            sum_by_pairs(
+                [none, *(x.value for x in more), *(values[i] for i in mine if i in values)]
+            )
+            for mine, more in zip(groups, shared, strict=True)
         ]
 
-    def exact_norms(self, groups: Sequence[Sequence[int]], formed: Formed = _NONE) -> list[Any]:
+    def fast_squares(
+        self, groups: Sequence[Sequence[int]], formed: Formed = NONE_FORMED
+    ) -> list[list[Squares]]:
+        """The squared norms whose sum is that of each group, by each leaf's road.
+
+        Of leaves that are ``formed`` from these.
+        """
+        of_leaf, shared = self._squares(groups, formed)
+        return [
+            [*more, *(of_leaf[i] for i in mine if i in of_leaf)]
+            for mine, more in zip(groups, shared, strict=True)
+        ]
+
+    def _squares(
+        self, groups: Sequence[Sequence[int]], formed: Formed
+    ) -> tuple[dict[int, Squares], list[list[Squares]]]:
+        """Those of leaves by themselves, and for each group those of many small ones together."""
+        roads, n = self.scheme.roads, self.scheme.n_samples
+        records = list(zip(self.operands, self.cotangents, strict=True))
+        alone: list[int] = []
+        shared: list[list[Squares]] = []
+        for index in groups:
+            given = [i for i in index if roads[i].road == "value"]
+            given = given if len(given) > SIDE_BY_SIDE else []
+            alone += [i for i in index if i not in given]
+            shared.append([squares_of(x) for x in in_few(self._arrays(given))])
+        exact = [i for i in alone if roads[i].parts is None and i not in formed]
+        found = dict(zip(exact, self.exact_squares(exact), strict=True))
+        for i in alone:
+            if i in formed:
+                found[i] = squares_of(formed[i])
+            elif i not in found:
+                found[i] = leaf_squares(roads[i], self.scheme.sites, records, n)
+        return found, shared
+
+    def _arrays(self, index: Sequence[int]) -> list[Any]:
+        """Arrays (batch, ...) whose norms together are those of leaves that lie in memory."""
+        records = list(zip(self.operands, self.cotangents, strict=True))
+        roads, sites = self.scheme.roads, self.scheme.sites
+        return [x for i in index for x in leaf_arrays(roads[i], sites, records)]
+
+    def exact_norms(
+        self, groups: Sequence[Sequence[int]], formed: Formed = NONE_FORMED
+    ) -> list[Any]:
         """Each sample's norm of each group of leaves, whatever the size of the numbers.
 
         From gradients that are ``formed``, what the backward pass gave, or a loop that forms
         some at a time.  A branch that hardly ever runs takes this, so that what counts is how
         long it compiles: on CPU a reduction of what lies in memory takes the least.
         """
-        records = list(zip(self.operands, self.cotangents, strict=True))
         roads, n = self.scheme.roads, self.scheme.n_samples
         arrays: list[list[Any]] = []
         again: list[list[int]] = []
         for group in groups:
-            mine = [jnp.zeros((n, 1), self.dtype)]
-            mine += [formed[i].reshape(n, -1) for i in group if i in formed]
             rest = [i for i in group if i not in formed]
-            for i in filter(lambda i: lies_in_memory(roads[i]), rest):
-                mine += leaf_arrays(roads[i], self.scheme.sites, records)
-            arrays.append(mine)
+            given = self._arrays([i for i in rest if lies_in_memory(roads[i])])
+            given += [formed[i].reshape(n, -1) for i in group if i in formed]
+            arrays.append([jnp.zeros((n, 1), self.dtype), *in_few(given)])
             again.append([i for i in rest if not lies_in_memory(roads[i])])
 
         def one(sample: Any, _: Any) -> list[Any]:
             entries = (self.entries(sample, index) for index in again if index)
-            return [norm_over([x.ravel() for xs in of for x in xs]) for of in entries]
+            return [norm_over(in_few([x.ravel() for xs in of for x in xs])) for of in entries]
 
         looped = [i for index in again for i in index]
         found = iter(self.for_each(one, looped, self.row_bytes(looped)) if looped else [])
@@ -393,7 +426,11 @@ class Records:
         return 8 * sum(self.params[i].size for i in index) + sum(map(patch_bytes, convolved))
 
     def for_each(
-        self, fun: Callable[..., Any], index: Sequence[int], bytes_each: int, formed: Formed = _NONE
+        self,
+        fun: Callable[..., Any],
+        index: Sequence[int],
+        bytes_each: int,
+        formed: Formed = NONE_FORMED,
     ) -> Any:
         """``fun`` of each sample, as many at a time as ``bytes_each`` allows.
 

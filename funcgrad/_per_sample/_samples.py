@@ -12,7 +12,7 @@ from jax import lax
 from funcgrad._compat import gathered, make_varying, varying_axes
 from funcgrad._per_sample._products import gram
 from funcgrad._per_sample._projections import project
-from funcgrad._per_sample._records import Records
+from funcgrad._per_sample._records import NONE_FORMED, Formed, Records
 from funcgrad._per_sample._roads import LeafRoad
 from funcgrad._trees import LeafSpec, broadcast_prefix, choose_leaves
 
@@ -103,21 +103,20 @@ class Samples:
           >>> samples.norms()
           Array([5.], dtype=float32)
         """
-        squares = self._held.squares()
         if groups is None:
-            return self._total_norms(squares)
+            return self._total_norms()
         labels, structure = jax.tree.flatten(groups)
         numbered = jax.tree.unflatten(structure, range(len(labels)))
         members = broadcast_prefix(numbered, self._skeleton(), "norms: groups")
         members = [member for member in members if member is not None]
-        totals = [jnp.zeros(len(self), self._records.dtype) for _ in labels]
-        for square, member in zip(squares, members, strict=True):
-            totals[member] = totals[member] + square
-        return jax.tree.unflatten(structure, [jnp.sqrt(t) for t in totals])
+        index = [[i for i, m in enumerate(members) if m == k] for k in range(len(labels))]
+        squares = self._held.squares(index)
+        return jax.tree.unflatten(structure, [jnp.sqrt(square) for square in squares])
 
     def leaf_norms(self) -> Any:
         """Each sample's norm of each leaf, a tree like ``params`` of (batch,)."""
-        return self._tree([jnp.sqrt(square) for square in self._held.squares()])
+        squares = self._held.squares([[i] for i in range(len(self._records.params))])
+        return self._tree([jnp.sqrt(square) for square in squares])
 
     def clipped_sum(self, max_norm: Any) -> Any:
         """The sum of the gradients, each clipped to norm ``max_norm``.
@@ -143,7 +142,7 @@ class Samples:
                 "Pass weighted_sum weights of your own for anything else."
             )
         formed = self._held.formed()
-        norms = self._total_norms(self._records.squares(formed))
+        norms = self._total_norms(formed)
         return self._tree(self._records.weighted(clip_weights(norms, max_norm), formed=formed))
 
     def top(self, k: int) -> tuple[Any, Any]:
@@ -314,8 +313,9 @@ class Samples:
             )
         return self._records
 
-    def _total_norms(self, squares: list[Any]) -> Any:
-        return jnp.sqrt(sum(squares, jnp.zeros(len(self), self._records.dtype)))
+    def _total_norms(self, formed: Formed = NONE_FORMED) -> Any:
+        (square,) = self._held.squares([range(len(self._records.params))], formed)
+        return jnp.sqrt(square)
 
     def _sum(self) -> list[Any]:
         return self._held.pull_back(self._records.operands, self._records.cotangents)
