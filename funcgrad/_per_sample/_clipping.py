@@ -13,6 +13,7 @@ from jax import lax
 from funcgrad import _jaxpr
 from funcgrad._compat import gathered, make_varying, varying_axes
 from funcgrad._per_sample._factors import Squares
+from funcgrad._per_sample._group_norms import exact_norms, fast_squares
 from funcgrad._per_sample._leaf_norms import has_lost_digits, norm_slots
 from funcgrad._per_sample._lookups import Rows, add_rows, weighted_rows
 from funcgrad._per_sample._per_sample import backward
@@ -147,13 +148,13 @@ def factored(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         samples = backward(problem, scheme, mapped)
         records = samples._records
         formed = records.formed()
-        norms, most, fine = _norms(records.fast_squares(bounds.leaves, formed), records, bounds)
+        norms, most, fine = _norms(fast_squares(records, bounds.leaves, formed), records, bounds)
         fast, trouble = (norms, most), ~fine
         axes = varying_axes((fast, mask, trouble))
         is_troubled = jnp.any(trouble & mask)
 
         def exact(_: Any) -> Any:
-            total = gathered(records.exact_norms(bounds.leaves, formed))
+            total = gathered(exact_norms(records, bounds.leaves, formed))
             return make_varying((total, total), axes)
 
         norms, most = lax.cond(
@@ -208,7 +209,7 @@ def two_passes(problem: Problem, bounds: Bounds, scheme: Scheme) -> Step:
         mapped, mask = chunk
         samples = backward(problem, scheme, mapped, slots)
         records = samples._records
-        norms, most, _ = _norms(records.fast_squares(bounds.leaves), records, bounds)
+        norms, most, _ = _norms(fast_squares(records, bounds.leaves), records, bounds)
         finite = functools.reduce(jnp.logical_and, [jnp.isfinite(norm) for norm in norms])
         # A sample that does not count is replaced: zero times its NaN would be NaN.
         counts = mask & finite

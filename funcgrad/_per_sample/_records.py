@@ -12,24 +12,15 @@ from jax import lax
 
 from funcgrad._compat import gathered, is_split, make_varying, primitives, varying_axes
 from funcgrad._per_sample import _linear
-from funcgrad._per_sample._factors import Squares, squares_of
 from funcgrad._per_sample._leaf_norms import (
-    has_lost_digits,
-    leaf_arrays,
     leaf_entries,
-    leaf_squares,
-    lies_in_memory,
     patch_bytes,
 )
 from funcgrad._per_sample._map_samples import map_samples, pack
 from funcgrad._per_sample._plan import Level, Site
 from funcgrad._per_sample._roads import LeafRoad
 from funcgrad._per_sample._sums import (
-    SIDE_BY_SIDE,
-    in_few,
     norm_dtype,
-    norm_over,
-    sum_by_pairs,
     sum_of_rows,
     wide,
 )
@@ -311,114 +302,6 @@ class Records:
         weights, back = jax.vjp(self._weights, params)[:2]
         (moved,) = jax.linear_transpose(lambda g: back(g)[0], weights)(tangents)
         return moved
-
-    def squares(self, groups: Sequence[Sequence[int]], formed: Formed = NONE_FORMED) -> list[Any]:
-        """Each sample's squared norm of each group of leaves; exact where digits were lost."""
-        of_leaf, shared = self._squares(groups, formed)
-        values = {i: square.value for i, square in of_leaf.items()}
-        fragile = [i for i in of_leaf if self.scheme.roads[i].is_fragile and i not in formed]
-        if fragile and self.scheme.n_samples:
-            # One reduction for all leaves: each takes as long to compile as a product.
-            lost = functools.reduce(jnp.logical_or, [has_lost_digits(of_leaf[i]) for i in fragile])
-            again = lax.cond(
-                jnp.any(lost),
-                lambda: [square.value.astype(self.dtype) for square in self.exact_squares(fragile)],
-                lambda: gathered([values[i].astype(self.dtype) for i in fragile]),
-            )
-            values.update(zip(fragile, again, strict=True))
-        none = jnp.zeros(self.scheme.n_samples, self.dtype)
-        return [
-            sum_by_pairs(
-                [none, *(x.value for x in more), *(values[i] for i in mine if i in values)]
-            )
-            for mine, more in zip(groups, shared, strict=True)
-        ]
-
-    def fast_squares(
-        self, groups: Sequence[Sequence[int]], formed: Formed = NONE_FORMED
-    ) -> list[list[Squares]]:
-        """The squared norms whose sum is that of each group, by each leaf's road.
-
-        Of leaves that are ``formed`` from these.
-        """
-        of_leaf, shared = self._squares(groups, formed)
-        return [
-            [*more, *(of_leaf[i] for i in mine if i in of_leaf)]
-            for mine, more in zip(groups, shared, strict=True)
-        ]
-
-    def _squares(
-        self, groups: Sequence[Sequence[int]], formed: Formed
-    ) -> tuple[dict[int, Squares], list[list[Squares]]]:
-        """Those of leaves by themselves, and for each group those of many small ones together."""
-        roads, n = self.scheme.roads, self.scheme.n_samples
-        records = list(zip(self.operands, self.cotangents, strict=True))
-        alone: list[int] = []
-        shared: list[list[Squares]] = []
-        for index in groups:
-            given = [i for i in index if roads[i].road == "value"]
-            given = given if len(given) > SIDE_BY_SIDE else []
-            alone += [i for i in index if i not in given]
-            shared.append([squares_of(x) for x in in_few(self._arrays(given))])
-        exact = [i for i in alone if roads[i].parts is None and i not in formed]
-        found = dict(zip(exact, self.exact_squares(exact), strict=True))
-        for i in alone:
-            if i in formed:
-                found[i] = squares_of(formed[i])
-            elif i not in found:
-                found[i] = leaf_squares(roads[i], self.scheme.sites, records, n)
-        return found, shared
-
-    def _arrays(self, index: Sequence[int]) -> list[Any]:
-        """Arrays (batch, ...) whose norms together are those of leaves that lie in memory."""
-        records = list(zip(self.operands, self.cotangents, strict=True))
-        roads, sites = self.scheme.roads, self.scheme.sites
-        return [x for i in index for x in leaf_arrays(roads[i], sites, records)]
-
-    def exact_norms(
-        self, groups: Sequence[Sequence[int]], formed: Formed = NONE_FORMED
-    ) -> list[Any]:
-        """Each sample's norm of each group of leaves, whatever the size of the numbers.
-
-        From gradients that are ``formed``, what the backward pass gave, or a loop that forms
-        some at a time.  A branch that hardly ever runs takes this, so that what counts is how
-        long it compiles: on CPU a reduction of what lies in memory takes the least.
-        """
-        roads, n = self.scheme.roads, self.scheme.n_samples
-        arrays: list[list[Any]] = []
-        again: list[list[int]] = []
-        for group in groups:
-            rest = [i for i in group if i not in formed]
-            given = self._arrays([i for i in rest if lies_in_memory(roads[i])])
-            given += [formed[i].reshape(n, -1) for i in group if i in formed]
-            arrays.append([jnp.zeros((n, 1), self.dtype), *in_few(given)])
-            again.append([i for i in rest if not lies_in_memory(roads[i])])
-
-        def one(sample: Any, _: Any) -> list[Any]:
-            entries = (self.entries(sample, index) for index in again if index)
-            return [norm_over(in_few([x.ravel() for xs in of for x in xs])) for of in entries]
-
-        looped = [i for index in again for i in index]
-        found = iter(self.for_each(one, looped, self.row_bytes(looped)) if looped else [])
-        for mine, index in zip(arrays, again, strict=True):
-            if index:
-                mine.append(next(found)[:, None])
-        return [norm_over(mine).astype(self.dtype) for mine in arrays]
-
-    def exact_squares(self, index: Sequence[int]) -> list[Squares]:
-        """From the gradients themselves, some samples at a time."""
-        if not index or not self.scheme.n_samples:
-            return [Squares(*[jnp.zeros(0, self.dtype)] * 3) for _ in index]
-
-        def one(sample: Any, _: Any) -> list[Squares]:
-            found = []
-            for arrays in self.entries(sample, index):
-                squares = [squares_of(x.reshape(1, -1)) for x in arrays]
-                columns = zip(*squares, strict=True)
-                found.append(Squares(*(functools.reduce(jnp.add, xs)[0] for xs in columns)))
-            return found
-
-        return self.for_each(one, index, self.row_bytes(index))
 
     def row_bytes(self, index: Sequence[int]) -> int:
         """About what ``row`` of one sample holds at a time: the gradients, and patches."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcgrad._compat import gathered, make_varying, varying_axes
+from funcgrad._per_sample._group_norms import squares
 from funcgrad._per_sample._products import gram
 from funcgrad._per_sample._projections import project
 from funcgrad._per_sample._records import NONE_FORMED, Formed, Records
@@ -110,13 +111,13 @@ class Samples:
         members = broadcast_prefix(numbered, self._skeleton(), "norms: groups")
         members = [member for member in members if member is not None]
         index = [[i for i, m in enumerate(members) if m == k] for k in range(len(labels))]
-        squares = self._held.squares(index)
-        return jax.tree.unflatten(structure, [jnp.sqrt(square) for square in squares])
+        found = squares(self._held, index)
+        return jax.tree.unflatten(structure, [jnp.sqrt(square) for square in found])
 
     def leaf_norms(self) -> Any:
         """Each sample's norm of each leaf, a tree like ``params`` of (batch,)."""
-        squares = self._held.squares([[i] for i in range(len(self._records.params))])
-        return self._tree([jnp.sqrt(square) for square in squares])
+        found = squares(self._held, [[i] for i in range(len(self._records.params))])
+        return self._tree([jnp.sqrt(square) for square in found])
 
     def clipped_sum(self, max_norm: Any) -> Any:
         """The sum of the gradients, each clipped to norm ``max_norm``.
@@ -314,7 +315,7 @@ class Samples:
         return self._records
 
     def _total_norms(self, formed: Formed = NONE_FORMED) -> Any:
-        (square,) = self._held.squares([range(len(self._records.params))], formed)
+        (square,) = squares(self._held, [range(len(self._records.params))], formed)
         return jnp.sqrt(square)
 
     def _sum(self) -> list[Any]:
