@@ -1,5 +1,7 @@
 """Models of many small leaves, whose norms are taken together, beside one sample at a time."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,6 +153,17 @@ def test_inside_shard_map_they_are_those_of_the_devices_samples():
     right = rows(params, xs)
     np.testing.assert_allclose(norms, norm_of(right), rtol=2e-6)
     assert_close(jax.tree.map(lambda g: g.sum(0), total), clipped(right, 0.1))
+
+
+def test_no_loop_of_the_compiled_program_reads_all_leaves():
+    """One that reads 300 vectors takes the CPU backend half a second to compile."""
+    params, xs = model()
+    text = jax.jit(fg.clipped_grad(loss, max_norm=0.1)).lower(params, xs).compile().as_text()
+    fused = re.findall(r"^%fused_computation[^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    assert fused
+    assert max(body.count(" parameter(") for body in fused) < 2 * DEPTH
+    # A weighted sum of kept gradients, as a product of one row, is compiled for each leaf.
+    assert not re.search(r"f32\[1,\d+\]\S* dot\(", text)
 
 
 def test_many_terms_add_up_as_in_twice_the_precision():
