@@ -113,7 +113,7 @@ def test_many_leaves_add_up_without_losing_digits():
     rng = np.random.default_rng(0)
     alike = rng.uniform(0.5, 1, size=(1000, 4))
     leaves = np.concatenate([alike, alike * 1e-25, alike * 1e30], 1).astype(np.float32)
-    found = jax.jit(norm_over)([leaf[:, None] for leaf in leaves])
+    found = jax.jit(norm_over)([[leaf[:, None]] for leaf in leaves])
     np.testing.assert_allclose(found, np.linalg.norm(leaves.astype(np.float64), axis=0), rtol=5e-7)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import funcgrad as fg
-from funcgrad._per_sample._sums import in_few, sum_by_pairs
+from funcgrad._per_sample._sums import alike, sum_by_pairs
 
 DEPTH, TERMS, WIDTH, N = 14, 6, 4, 6
 ROADS = ["auto", "gram", "direct", "materialize"]
@@ -186,13 +186,48 @@ def test_terms_of_several_dtypes_add_up_in_the_widest():
     np.testing.assert_allclose(found, 30 * np.float64(np.float32(0.1)) + 3, rtol=1e-15)
 
 
-def test_what_is_put_side_by_side_holds_the_same_numbers():
-    sizes = [3, 5000, 0, 1, *[2] * 40]
-    dtypes = [np.float32, np.float64, np.complex64]
+def test_leaves_alike_are_those_of_several_layers():
+    shapes = [(2, 3), (2, 3), (3, 2)]
     with jax.enable_x64(True):
-        arrays = [jnp.full((2, n), i + 1, dtypes[i % 3]) for i, n in enumerate(sizes)]
-        few = in_few(arrays)
-    assert len(few) < len(arrays) / 4
-    for dtype in dtypes:
-        numbers = lambda xs, dtype=dtype: np.concatenate([x for x in xs if x.dtype == dtype], 1)
-        np.testing.assert_array_equal(np.sort(numbers(few)), np.sort(numbers(arrays)))
+        named = [
+            (f"['layers'][{i}]['{role}']", jnp.full((4, *shape), i, dtype))
+            for i in range(20)
+            for role, shape in zip("qkv", shapes, strict=True)
+            for dtype in (jnp.float32, jnp.float64)
+        ]
+        groups = alike(named)
+    assert sorted(len(xs) for xs in groups) == [4] * 6 + [16] * 6
+    assert all(len({(x.shape, x.dtype) for x in xs}) == 1 for xs in groups)
+    # Each once, and no q beside a k of the same shape.
+    assert {id(x) for xs in groups for x in xs} == {id(x) for _, x in named}
+    role = {id(x): name[-3] for name, x in named}
+    assert all(len({role[id(x)] for x in xs}) == 1 for xs in groups)
+
+
+def test_kept_gradients_of_layers_of_any_size_have_their_norms():
+    """Weights large enough to be kept, in numbers whose squares overflow and underflow."""
+    width, depth, n = 80, 5, 4
+    rng = np.random.default_rng(0)
+    params = {f"layer{i}": rng.normal(size=(width, width)).astype(np.float32) for i in range(depth)}
+
+    def loss(params, x):  # linear in each weight
+        return sum(
+            jnp.vdot(x["left"][i] @ params[f"layer{i}"], x["right"][i]) for i in range(depth)
+        )
+
+    sizes = np.array([1, 1e-12, 1e15, 1])[:, None, None, None]
+    draw = lambda: rng.normal(size=(n, depth, 2 * width, width))
+    xs = {k: (draw() * sizes).astype(np.float32) for k in ("left", "right")}
+    xs["left"][3, 2, 5, 5] = np.inf
+    explained = fg.per_sample(loss)(params, xs).explain()
+    assert sum("kept for clipped sums" in str(road) for road in explained) == depth
+    with jax.enable_x64(True):
+        wide = {k: x.astype(np.float64) for k, x in xs.items()}
+        right = {f"layer{i}": jnp.einsum("nti,ntj->nij", wide["left"][:, i], wide["right"][:, i])
+                 for i in range(depth)}  # fmt: skip
+        right = jax.tree.map(lambda x: np.asarray(x)[:3], right)
+    out = jax.jit(fg.clipped_grad(loss, max_norm=1.0))(params, xs)
+    np.testing.assert_allclose(out.norms[:3], norm_of(right), rtol=1e-5)
+    assert not np.isfinite(out.norms[3])
+    assert out.nonfinite == 1
+    assert_close(out.grads, clipped(right, 1.0), 1e-5)

@@ -16,7 +16,7 @@ from jax import lax
 
 from funcgrad._per_sample._forms import by_form
 from funcgrad._per_sample._plan import Site
-from funcgrad._per_sample._sums import norm_over, wide
+from funcgrad._per_sample._sums import norm_over, total_of_squares, wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,8 +314,8 @@ def product_norms(f: Factors) -> Any:
     f = f.widened()
     if f.sizes[0] == 1:
         # In the shape in which the norm of a bias beside it is taken, to be one with it.
-        return norm_over([f.left[:, 0, 0]]) * norm_over([f.right[:, 0, 0]])
-    return norm_over([norm_over([f.left[:, :, 0]]) * norm_over([f.right[:, :, 0]])])
+        return norm_over([[f.left[:, 0, 0]]]) * norm_over([[f.right[:, 0, 0]]])
+    return norm_over([[norm_over([[f.left[:, :, 0]]]) * norm_over([[f.right[:, :, 0]]])]])
 
 
 def product(f: Factors) -> Any:
@@ -323,10 +323,11 @@ def product(f: Factors) -> Any:
     return jnp.einsum("...ti,...tj->...ij", f.left, f.right, precision=EXACT)
 
 
-def squares_of(gradients: Any) -> Squares:
-    """The squared norm of each gradient in memory, (batch, ...)."""
-    value = _totals(jnp.square(jnp.abs(gradients) if jnp.iscomplexobj(gradients) else gradients))
-    tiny = float(jnp.finfo(value.dtype).tiny) * math.prod(gradients.shape[1:])
+def squares_of(*gradients: Any) -> Squares:
+    """The squared norm of each gradient in memory, (batch, ...), of some of one shape together."""
+    real = [jnp.abs(x) if jnp.iscomplexobj(x) else x for x in gradients]
+    value = total_of_squares(real, real[0].ndim - 1)
+    tiny = float(jnp.finfo(value.dtype).tiny) * sum(math.prod(x.shape[1:]) for x in real)
     return Squares(value, jnp.zeros_like(value), jnp.full_like(value, tiny))
 
 

@@ -16,7 +16,11 @@ from funcgrad._per_sample._leaf_norms import (
     lies_in_memory,
 )
 from funcgrad._per_sample._records import NONE_FORMED, Formed, Records
-from funcgrad._per_sample._sums import SIDE_BY_SIDE, in_few, norm_over, sum_by_pairs
+from funcgrad._per_sample._sums import alike, norm_over, sum_by_pairs
+
+# So many arrays that the backward pass gave are left as they are: a bias has the cotangent of the
+# product beside it, and the two share its norm.
+_FEW = 16
 
 
 def squares(
@@ -61,31 +65,33 @@ def fast_squares(
 def _squares(
     records: Records, groups: Sequence[Sequence[int]], formed: Formed
 ) -> tuple[dict[int, Squares], list[list[Squares]]]:
-    """Those of leaves by themselves, and for each group those of many small ones together."""
+    """Those of leaves by themselves, and for each group those of what is added together."""
     roads, n = records.scheme.roads, records.scheme.n_samples
     pairs = list(zip(records.operands, records.cotangents, strict=True))
     alone: list[int] = []
     shared: list[list[Squares]] = []
     for index in groups:
+        kept = [(roads[i].name, formed[i]) for i in index if i in formed]
         given = [i for i in index if roads[i].road == "value"]
-        given = given if len(given) > SIDE_BY_SIDE else []
-        alone += [i for i in index if i not in given]
-        shared.append([squares_of(x) for x in in_few(_arrays(records, given))])
-    exact = [i for i in alone if roads[i].parts is None and i not in formed]
+        given = given if len(given) > _FEW else []
+        alone += [i for i in index if i not in formed and i not in given]
+        shared.append([squares_of(*xs) for xs in alike([*kept, *_arrays(records, given)])])
+    exact = [i for i in alone if roads[i].parts is None]
     found = dict(zip(exact, _exact_squares(records, exact), strict=True))
     for i in alone:
-        if i in formed:
-            found[i] = squares_of(formed[i])
-        elif i not in found:
+        if i not in found:
             found[i] = leaf_squares(roads[i], records.scheme.sites, pairs, n)
     return found, shared
 
 
-def _arrays(records: Records, index: Sequence[int]) -> list[Any]:
-    """Arrays (batch, ...) whose norms together are those of leaves that lie in memory."""
+def _arrays(records: Records, index: Sequence[int]) -> list[tuple[str, Any]]:
+    """Arrays (batch, ...) whose norms together are those of leaves that lie in memory.
+
+    Each with the name of its leaf.
+    """
     pairs = list(zip(records.operands, records.cotangents, strict=True))
     roads, sites = records.scheme.roads, records.scheme.sites
-    return [x for i in index for x in leaf_arrays(roads[i], sites, pairs)]
+    return [(roads[i].name, x) for i in index for x in leaf_arrays(roads[i], sites, pairs)]
 
 
 def exact_norms(
@@ -98,24 +104,29 @@ def exact_norms(
     long it compiles: on CPU a reduction of what lies in memory takes the least.
     """
     roads, n = records.scheme.roads, records.scheme.n_samples
-    arrays: list[list[Any]] = []
+    arrays: list[list[list[Any]]] = []
     again: list[list[int]] = []
     for group in groups:
         rest = [i for i in group if i not in formed]
         given = _arrays(records, [i for i in rest if lies_in_memory(roads[i])])
-        given += [formed[i].reshape(n, -1) for i in group if i in formed]
-        arrays.append([jnp.zeros((n, 1), records.dtype), *in_few(given)])
+        held = [[x] for _, x in given] if len(given) <= _FEW else alike(given)
+        kept = alike((roads[i].name, formed[i].reshape(n, -1)) for i in group if i in formed)
+        arrays.append([[jnp.zeros((n, 1), records.dtype)], *held, *kept])
         again.append([i for i in rest if not lies_in_memory(roads[i])])
 
     def one(sample: Any, _: Any) -> list[Any]:
-        entries = (records.entries(sample, index) for index in again if index)
-        return [norm_over(in_few([x.ravel() for xs in of for x in xs])) for of in entries]
+        found = []
+        for index in again:
+            entries = zip(index, records.entries(sample, index), strict=True)
+            named = [(roads[i].name, x.ravel()) for i, xs in entries for x in xs]
+            found += [norm_over(alike(named))] if index else []
+        return found
 
     looped = [i for index in again for i in index]
     found = iter(records.for_each(one, looped, records.row_bytes(looped)) if looped else [])
     for mine, index in zip(arrays, again, strict=True):
         if index:
-            mine.append(next(found)[:, None])
+            mine.append([next(found)[:, None]])
     return [norm_over(mine).astype(records.dtype) for mine in arrays]
 
 

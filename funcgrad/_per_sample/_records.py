@@ -21,7 +21,7 @@ from funcgrad._per_sample._plan import Level, Site
 from funcgrad._per_sample._roads import LeafRoad
 from funcgrad._per_sample._sums import (
     norm_dtype,
-    sum_of_rows,
+    sums_of_rows,
     wide,
 )
 
@@ -177,8 +177,7 @@ class Records:
         found = dict(zip(factored, self._weighted(weights, factored, clean), strict=True))
         rows = {i: formed[i] for i in index if i in formed}
         blanked = _blanked({i: (x, 0) for i, x in rows.items()}, weights != 0, clean)
-        for i, x in blanked.items():
-            found[i] = sum_of_rows(weights, x)
+        found.update(zip(blanked, sums_of_rows(weights, list(blanked.values())), strict=True))
         return [found[i] for i in index]
 
     def _weighted(self, weights: Any, index: Sequence[int], clean: Any) -> list[Any]:

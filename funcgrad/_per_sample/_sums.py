@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ from funcgrad._compat import is_split
 # How many numbers the compiler adds one after another, at the most.
 _FOLD = 32
 
-# What ``in_few`` puts side by side: rows of so many numbers at the most, so many arrays at a time.
-_SHORT, SIDE_BY_SIDE = 2**12, 16
+# How many arrays one loop adds entry by entry, at the most: more take long to compile.
+_TOGETHER = 16
 
 
 def wide(dtype: Any) -> Any:
@@ -37,41 +38,67 @@ def scaled_norm(leaves: Sequence[Any]) -> tuple[Any, Any]:
     neither factor overflows when the entries are finite, and it is not finite where one is
     not; an entry below the smallest normal number counts as 0.
     """
-    inverse, square = _scaled_square([jnp.zeros(0), *[leaf.ravel() for leaf in leaves]])
+    inverse, square = _scaled_square([[jnp.zeros(0)], *[[leaf.ravel()] for leaf in leaves]])
     return 1 / inverse, jnp.sqrt(square)
 
 
 @functools.partial(jax.jit, inline=True)  # to be traced once for each shape
-def norm_over(parts: Sequence[Any]) -> Any:
+def norm_over(parts: Sequence[Sequence[Any]]) -> Any:
     """The 2-norm over the last axis of some arrays together, whatever the size of their numbers.
 
-    Not finite where an entry is not, or where the norm overflows.
+    The arrays of a part are ``alike``.  Not finite where an entry is not, or where the norm
+    overflows.
     """
     inverse, square = _scaled_square(parts)
     return jnp.sqrt(square) / inverse
 
 
-def _scaled_square(parts: Sequence[Any]) -> tuple[Any, Any]:
+def _scaled_square(parts: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
     """A scale for arrays, and the squared 2-norm over their last axis of what they are then.
 
-    The scale is one over the sum of their largest numbers, so that no square overflows, nor
+    The scale is one over a sum of their largest numbers, so that no square overflows, nor
     that of what is large underflows.  The square is not finite where an entry is not: that is
     not read off the peak, since on CPU the compiler's maximum of many numbers loses a NaN.
     """
-    dtype = norm_dtype(parts)
-    real = [x.astype(dtype) for part in parts for x in real_parts(part) if x.shape[-1]]
+    dtype = norm_dtype([x for part in parts for x in part])
+    real = [
+        # What the compiler knows as a constant it squares apart from its scale, and both overflow.
+        [lax.optimization_barrier(y.astype(dtype)) for x in part for y in real_parts(x)]
+        for part in parts
+        if part[0].shape[-1]
+    ]
     if not real:
-        none = jnp.zeros(parts[0].shape[:-1], dtype)
+        none = jnp.zeros(parts[0][0].shape[:-1], dtype)
         return jnp.ones_like(none), none
-    # What the compiler knows as a constant it squares apart from its scale, and both overflow.
-    real = [lax.optimization_barrier(x) for x in real]
     # No smaller than the largest number; where it overflows, ``widest`` below does as well.
-    peak = sum_by_pairs([jnp.max(jnp.abs(x), -1) for x in real])
+    peak = sum_by_pairs([_apart([jnp.abs(x) for x in xs], jnp.max) for xs in real])
     # Kept away from both ends of the range, where the reciprocal is flushed to zero.
     widest = 2.0 ** (jnp.finfo(dtype).maxexp - 8)
     inverse = 1 / jnp.minimum(jnp.maximum(peak, 1 / widest), widest)
     # The compiler adds a long row by parts, so that its rounding grows with the logarithm.
-    return inverse, sum_by_pairs([jnp.square(x * inverse[..., None]).sum(-1) for x in real])
+    scaled = [[x * inverse[..., None] for x in xs] for xs in real]
+    return inverse, sum_by_pairs([total_of_squares(xs, 1) for xs in scaled])
+
+
+def total_of_squares(arrays: Sequence[Any], n_axes: int) -> Any:
+    """The sum of the squares of some arrays of one shape, over their last axes."""
+    return _apart([jnp.square(x) for x in arrays], jnp.sum, n_axes)
+
+
+def _apart(arrays: Sequence[Any], reduce: Any, n_axes: int = 1) -> Any:
+    """What ``reduce`` makes of the last axes of the sum of some arrays.
+
+    The compiler puts reductions of a few numbers into the loop that adds them to others, and
+    with many arrays that loop takes long to compile.  So a product adds them, past which it does
+    not see; they are not negative, and where a maximum is asked for a sum serves.
+    """
+    total = sum_by_pairs(arrays)
+    axes = tuple(range(total.ndim - n_axes, total.ndim))
+    shape = [total.shape[d] for d in axes]
+    if len(arrays) == 1 or math.prod(shape) > _FOLD or any(is_split(total, d) for d in axes):
+        return reduce(total, axes)
+    ones = jnp.ones((*shape, 2), total.dtype)
+    return jnp.tensordot(total, ones, n_axes, precision=lax.Precision.HIGHEST)[..., 0]
 
 
 def sum_by_pairs(terms: Sequence[Any]) -> Any:
@@ -83,7 +110,7 @@ def sum_by_pairs(terms: Sequence[Any]) -> Any:
         # Past a product it does not see.
         some = _FOLD // 2
         groups = [terms[k : k + some] for k in range(0, len(terms), some)]
-        return sum_by_pairs([sum_of_rows(jnp.ones(len(g)), _rows(g)) for g in groups])
+        return sum_by_pairs([sums_of_rows(jnp.ones(len(g)), [_rows(g)])[0] for g in groups])
     half = len(terms) // 2
     return sum_by_pairs(terms[:half]) + sum_by_pairs(terms[half:])
 
@@ -93,35 +120,34 @@ def _rows(vectors: Sequence[Any]) -> Any:
     return jnp.concatenate(vectors).reshape(len(vectors), -1)
 
 
-@functools.partial(jax.jit, inline=True)
-def sum_of_rows(weights: Any, rows: Any) -> Any:
-    """The weighted sum over the first axis.
+def sums_of_rows(weights: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The weighted sum over the first axis of each array.
 
     A product, since on CPU a reduction over the first axis takes fifty times as long.  Of two
     equal rows: one by itself the compiler turns into a loop of its own for each such product.
     """
-    both = jnp.stack([weights, weights]).astype(rows.dtype)
-    return jnp.einsum("mn,n...->m...", both, rows, precision=lax.Precision.HIGHEST)[0]
+    both = jnp.stack([weights, weights])
+    return [_product_of_rows(both, x)[0] for x in arrays]
 
 
-def in_few(arrays: Sequence[Any]) -> list[Any]:
-    """The same numbers in fewer arrays, those with short rows (..., n) put side by side.
+@functools.partial(jax.jit, inline=True)
+def _product_of_rows(weights: Any, rows: Any) -> Any:
+    weights = weights.astype(rows.dtype)
+    return jnp.einsum("mn,n...->m...", weights, rows, precision=lax.Precision.HIGHEST)
 
-    One after another, many small arrays take long to compile.
+
+def alike(named: Iterable[tuple[str, Any]]) -> list[list[Any]]:
+    """Arrays in groups of one shape, a few in each, to be added entry by entry.
+
+    One loop does that and is compiled once for all groups of a kind; many arrays one by one
+    take long to compile.  Those of one name but for its numbers are a leaf of several layers,
+    which lie alike on the devices too.
     """
-    found, short = [], {}
-    for x in arrays:
-        spec = jax.typeof(x).sharding.spec
-        is_short = x.shape[-1] <= _SHORT and all(axis is None for axis in spec)
-        if is_short and len(arrays) > SIDE_BY_SIDE:
-            short.setdefault(x.dtype, []).append(x)
-        else:
-            found.append(x)
-    for xs in short.values():
-        for k in range(0, len(xs), SIDE_BY_SIDE):
-            some = xs[k : k + SIDE_BY_SIDE]
-            found.append(lax.concatenate(some, some[0].ndim - 1) if len(some) > 1 else some[0])
-    return found
+    found: dict[Any, list[Any]] = {}
+    for name, x in named:
+        kind = re.sub(r"\d+", "", name), x.shape, x.dtype, jax.typeof(x).sharding
+        found.setdefault(kind, []).append(x)
+    return [xs[k : k + _TOGETHER] for xs in found.values() for k in range(0, len(xs), _TOGETHER)]
 
 
 def norm_slack(n_entries: int) -> int:
