@@ -107,13 +107,20 @@ def _arrays(sites: tuple[Site, ...], records: Any, *, parts: tuple[Part, ...]) -
     for part in parts:
         (k,) = part.dense
         if part.is_value:
-            g = records[k][1]
-            found.append(g.astype(wide(g.dtype)).reshape(len(g), -1) * abs(_scale(sites[k])))
+            g = _value(sites[k], records[k])
+            found.append(g.reshape(len(g), -1))
         else:
             f = _joined(part.dense, sites, records)
             assert f is not None
             found.append(product_norms(f)[:, None])
     return found
+
+
+def _value(site: Site, record: Any) -> Any:
+    """What the backward pass gave, as it is in the leaf but for its sign."""
+    g, scale = record[1], abs(_scale(site))
+    g = g.astype(wide(g.dtype))
+    return g if scale == 1 else g * scale  # a product by 1 for each leaf takes its time to compile
 
 
 def _placed(road: LeafRoad) -> tuple[list[int], tuple[Part, ...]]:
@@ -135,8 +142,7 @@ def _entries(sites: tuple[Site, ...], records: Any, *, parts: tuple[Part, ...]) 
     found = []
     for part in parts:
         if part.is_value:
-            g = records[part.dense[0]][1]
-            found.append(g.astype(wide(g.dtype)) * abs(_scale(sites[part.dense[0]])))
+            found.append(_value(sites[part.dense[0]], records[part.dense[0]]))
         else:
             joined = _joined(part.dense, sites, records)
             assert joined is not None

@@ -76,7 +76,8 @@ def _scaled_square(parts: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
     widest = 2.0 ** (jnp.finfo(dtype).maxexp - 8)
     inverse = 1 / jnp.minimum(jnp.maximum(peak, 1 / widest), widest)
     # The compiler adds a long row by parts, so that its rounding grows with the logarithm.
-    scaled = [[x * inverse[..., None] for x in xs] for xs in real]
+    scales = [jnp.broadcast_to(inverse[..., None], xs[0].shape) for xs in real]
+    scaled = [[x * scale for x in xs] for xs, scale in zip(real, scales, strict=True)]
     return inverse, sum_by_pairs([total_of_squares(xs, 1) for xs in scaled])
 
 
