@@ -117,6 +117,16 @@ def test_numbers_of_any_size_have_their_norms_and_what_is_not_finite_is_left_out
     assert_close(out.grads, {k: np.einsum("n,n...->...", weights, x) for k, x in kept.items()})
 
 
+def test_an_empty_batch_has_no_norms_and_sums_of_zero():
+    params, xs = model()
+    samples = fg.per_sample(loss)(params, xs[:0])
+    out = fg.clipped_grad(loss, max_norm=1.0)(params, xs[:0])
+    assert samples.norms().shape == out.norms.shape == (0,)
+    assert {x.shape for x in jax.tree.leaves(samples.leaf_norms())} == {(0,)}
+    for total in (samples.clipped_sum(1.0), out.grads):
+        jax.tree.map(lambda g, p: np.testing.assert_array_equal(g, 0 * p), total, params)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_spread_over_devices_they_are_the_same(kind):
     params, xs = model()

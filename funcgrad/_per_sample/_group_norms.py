@@ -16,7 +16,7 @@ from funcgrad._per_sample._leaf_norms import (
     lies_in_memory,
 )
 from funcgrad._per_sample._records import NONE_FORMED, Formed, Records
-from funcgrad._per_sample._sums import alike, norm_over, sum_by_pairs
+from funcgrad._per_sample._sums import alike, flat, norm_over, sum_by_pairs
 
 # So many arrays that the backward pass gave are left as they are: a bias has the cotangent of the
 # product beside it, and the two share its norm.
@@ -71,11 +71,10 @@ def _squares(
     alone: list[int] = []
     shared: list[list[Squares]] = []
     for index in groups:
-        kept = [(roads[i].name, formed[i]) for i in index if i in formed]
+        kept = alike((roads[i].name, formed[i]) for i in index if i in formed)
         given = [i for i in index if roads[i].road == "value"]
-        given = given if len(given) > _FEW else []
         alone += [i for i in index if i not in formed and i not in given]
-        shared.append([squares_of(*xs) for xs in alike([*kept, *_arrays(records, given)])])
+        shared.append([squares_of(*xs) for xs in (*kept, *_arrays(records, given))])
     exact = [i for i in alone if roads[i].parts is None]
     found = dict(zip(exact, _exact_squares(records, exact), strict=True))
     for i in alone:
@@ -84,14 +83,15 @@ def _squares(
     return found, shared
 
 
-def _arrays(records: Records, index: Sequence[int]) -> list[tuple[str, Any]]:
-    """Arrays (batch, ...) whose norms together are those of leaves that lie in memory.
+def _arrays(records: Records, index: Sequence[int]) -> list[list[Any]]:
+    """Arrays (batch, n) whose norms together are those of leaves that lie in memory.
 
-    Each with the name of its leaf.
+    Those ``alike`` in one list, if there are many.
     """
     pairs = list(zip(records.operands, records.cotangents, strict=True))
     roads, sites = records.scheme.roads, records.scheme.sites
-    return [(roads[i].name, x) for i in index for x in leaf_arrays(roads[i], sites, pairs)]
+    named = [(roads[i].name, x) for i in index for x in leaf_arrays(roads[i], sites, pairs)]
+    return alike(named) if len(named) > _FEW else [[x] for _, x in named]
 
 
 def exact_norms(
@@ -109,9 +109,8 @@ def exact_norms(
     for group in groups:
         rest = [i for i in group if i not in formed]
         given = _arrays(records, [i for i in rest if lies_in_memory(roads[i])])
-        held = [[x] for _, x in given] if len(given) <= _FEW else alike(given)
-        kept = alike((roads[i].name, formed[i].reshape(n, -1)) for i in group if i in formed)
-        arrays.append([[jnp.zeros((n, 1), records.dtype)], *held, *kept])
+        kept = alike((roads[i].name, flat(formed[i])) for i in group if i in formed)
+        arrays.append([[jnp.zeros((n, 1), records.dtype)], *given, *kept])
         again.append([i for i in rest if not lies_in_memory(roads[i])])
 
     def one(sample: Any, _: Any) -> list[Any]:

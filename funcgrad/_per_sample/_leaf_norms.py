@@ -24,7 +24,7 @@ from funcgrad._per_sample._forms import by_form
 from funcgrad._per_sample._map_samples import map_samples
 from funcgrad._per_sample._plan import Site
 from funcgrad._per_sample._roads import LeafRoad, Part, site_shapes
-from funcgrad._per_sample._sums import wide
+from funcgrad._per_sample._sums import flat, wide
 
 # A Gram norm has lost too many digits when it is below this many roundings of its terms.
 _LOST = 1e5
@@ -107,8 +107,7 @@ def _arrays(sites: tuple[Site, ...], records: Any, *, parts: tuple[Part, ...]) -
     for part in parts:
         (k,) = part.dense
         if part.is_value:
-            g = _value(sites[k], records[k])
-            found.append(g.reshape(len(g), -1))
+            found.append(flat(_value(sites[k], records[k])))
         else:
             f = _joined(part.dense, sites, records)
             assert f is not None
@@ -162,8 +161,7 @@ def _squares(
     for part in parts:
         if part.is_value:
             (k,) = part.dense
-            g, scale = records[k][1], abs(_scale(sites[k])) ** 2
-            found = Squares(*(x * scale for x in squares_of(g.astype(wide(g.dtype)))))
+            found = squares_of(_value(sites[k], records[k]))
         elif not n_samples:
             continue
         elif len(part.dense) == 1 and isinstance(records[part.dense[0]][1], NormSlot):

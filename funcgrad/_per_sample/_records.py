@@ -12,18 +12,11 @@ from jax import lax
 
 from funcgrad._compat import gathered, is_split, make_varying, primitives, varying_axes
 from funcgrad._per_sample import _linear
-from funcgrad._per_sample._leaf_norms import (
-    leaf_entries,
-    patch_bytes,
-)
+from funcgrad._per_sample._leaf_norms import leaf_entries, patch_bytes
 from funcgrad._per_sample._map_samples import map_samples, pack
 from funcgrad._per_sample._plan import Level, Site
 from funcgrad._per_sample._roads import LeafRoad
-from funcgrad._per_sample._sums import (
-    norm_dtype,
-    sums_of_rows,
-    wide,
-)
+from funcgrad._per_sample._sums import norm_dtype, sums_of_rows, wide
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -109,8 +109,7 @@ def sum_by_pairs(terms: Sequence[Any]) -> Any:
     if len(terms) > _FOLD and all(x.ndim == 1 and not is_split(x, 0) for x in terms):
         # The compiler makes one loop of all additions, and takes a second for three hundred.
         # Past a product it does not see.
-        some = _FOLD // 2
-        groups = [terms[k : k + some] for k in range(0, len(terms), some)]
+        groups = [terms[k : k + _TOGETHER] for k in range(0, len(terms), _TOGETHER)]
         return sum_by_pairs([sums_of_rows(jnp.ones(len(g)), [_rows(g)])[0] for g in groups])
     half = len(terms) // 2
     return sum_by_pairs(terms[:half]) + sum_by_pairs(terms[half:])
@@ -155,6 +154,11 @@ def norm_slack(n_entries: int) -> int:
     """Units of roundoff by which ``scaled_norm``, and a scaling by it, may be off."""
     levels = math.ceil(math.log(max(2, n_entries), _FOLD)) + 3
     return 8 + _FOLD // 2 * levels
+
+
+def flat(x: Any) -> Any:
+    """As (batch, n); the batch may be empty, where a reshape to -1 does not know n."""
+    return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
 def real_parts(leaf: Any) -> list[Any]:
